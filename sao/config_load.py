@@ -1,0 +1,336 @@
+"""From command-line overrides to a checked `Config`: Hydra composes, the schema types, `check` refuses what contradicts itself.
+
+Every refusal is a `ConfigError` of one sentence that names the key; nothing has been started when it is raised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from sao.config import Config, EnvConfig, OptimizerConfig
+from sao.errors import ConfigError
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "run.phase": ("rl", "critic"),
+    "run.progress": ("auto", "rich", "plain"),
+    "algo.name": ("sao",),
+    "algo.denominator": ("all", "accepted"),
+    "algo.lambda_length": ("tokens", "turns"),
+    "algo.value_level": ("token", "step_mean", "step_last"),
+    "algo.values": ("after", "before"),
+    "algo.whiten": ("auto", "on", "off"),
+    "algo.truncation": ("terminal", "bootstrap", "drop"),
+    "model.dtype": ("float32", "bfloat16"),
+    "model.reasoning": ("keep", "template"),
+    "critic.head_init": ("zero", "normal"),
+    "engine.dtype": ("float32", "bfloat16"),
+    "weights.kv_on_publish": ("keep", "recompute"),
+    "rollout.overdue": ("wait", "drop"),
+    "learner.device": ("auto", "cpu", "cuda"),
+    "reward.mode": ("auto", "async", "process"),
+    "logger.wandb": ("offline", "online", "disabled"),
+    "logger.trajectories": ("all", "none"),
+    "optim.policy.schedule": ("constant", "linear", "cosine"),
+    "optim.critic.schedule": ("constant", "linear", "cosine"),
+}
+
+# Groups whose choice must not be silently shadowed by a free-form mapping: keys below these are the user's own.
+OPEN_KEYS = ("env.args", "model.factory_args", "data.mixture")
+
+REFUSED_SAMPLING = {
+    "presence_penalty": "penalties change the sampled distribution and break the importance ratio; remove the key",
+    "frequency_penalty": "penalties change the sampled distribution and break the importance ratio; remove the key",
+    "repetition_penalty": "penalties change the sampled distribution and break the importance ratio; remove the key",
+}
+
+
+def conf_dir() -> Path:
+    """The folder of the shipped configuration, in a checkout and in a wheel alike."""
+    import sao.conf
+
+    return Path(sao.conf.__path__[0]).resolve()
+
+
+def leaf_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of the schema, groups left out."""
+    for field in dataclasses.fields(cls):
+        key = f"{prefix}{field.name}"
+        nested = _nested(field)
+        if nested:
+            yield from leaf_keys(nested, f"{key}.")
+        else:
+            yield key
+
+
+def _nested(field: dataclasses.Field[Any]) -> type | None:
+    if field.default_factory is dataclasses.MISSING:
+        return None
+    value = field.default_factory()
+    return type(value) if dataclasses.is_dataclass(value) else None
+
+
+def nearest(key: str) -> str:
+    """' (did you mean ...?)' for an unknown key, or an empty string."""
+    keys = list(leaf_keys())
+    found = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    if not found:
+        last = key.rsplit(".", 1)[-1]
+        by_last: dict[str, list[str]] = {}
+        for k in keys:
+            by_last.setdefault(k.rsplit(".", 1)[-1], []).append(k)
+        names = difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)
+        found = by_last[names[0]][:3] if names else []
+    return f"; did you mean {' or '.join(repr(k) for k in found)}?" if found else "; `sao config --keys` lists every key"
+
+
+def _is_known(key: str) -> bool:
+    return key in set(leaf_keys()) or any(key.startswith(f"{open_}.") for open_ in OPEN_KEYS)
+
+
+def _groups() -> dict[str, list[str]]:
+    root = conf_dir()
+    return {d.name: sorted(p.stem for p in d.glob("*.yaml")) for d in sorted(root.iterdir()) if d.is_dir() and any(d.glob("*.yaml"))}
+
+
+def _precheck(overrides: Sequence[str]) -> None:
+    """Refuse unknown keys and groups ourselves: Hydra's own messages name its internals."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    groups = _groups()
+    parser = OverridesParser.create()
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            raise ConfigError(f"{text!r} is not an override of the form key=value ({str(error).splitlines()[0]})") from None
+        key = override.key_or_group.lstrip("+~")
+        name = key.rsplit(".", 1)[-1]
+        if key.startswith("rollout.sampling.") and name in REFUSED_SAMPLING:
+            raise ConfigError(f"{key} is refused for training: {REFUSED_SAMPLING[name]}")
+        if key in groups:
+            value = override.value()
+            if isinstance(value, str) and value not in groups[key]:
+                close = difflib.get_close_matches(value, groups[key], n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(groups[key])}"
+                raise ConfigError(f"{key}={value} names no file conf/{key}/{value}.yaml; {hint}")
+            continue
+        if not _is_known(key):
+            section = any(k.startswith(f"{key}.") for k in leaf_keys())
+            if section:
+                raise ConfigError(f"{key} is a section, not a value: set one of its keys, for instance {next(k for k in leaf_keys() if k.startswith(key + '.'))!r}")
+            raise ConfigError(f"unknown key {key!r}{nearest(key)}")
+
+
+def compose(overrides: Sequence[str]) -> Config:
+    """Compose conf/ with `overrides` (Hydra syntax) into a typed, checked Config."""
+    _precheck(overrides)
+    config = _compose_raw(overrides)
+    check(config)
+    return config
+
+
+def _register_schema() -> None:
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+
+
+def _compose_raw(overrides: Sequence[str]) -> Config:
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    _register_schema()
+    plain = [_open_key(text) for text in overrides]
+    try:
+        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            node = hydra.compose("config", overrides=plain)
+        merged = OmegaConf.merge(OmegaConf.structured(Config), node)
+        OmegaConf.resolve(merged)
+        return cast(Config, OmegaConf.to_object(merged))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_one_sentence(error)) from None
+
+
+def _open_key(text: str) -> str:
+    """Let a key below an open mapping be set without Hydra's `+`."""
+    key = text.split("=", 1)[0]
+    return f"++{text}" if any(key.startswith(f"{open_}.") for open_ in OPEN_KEYS) else text
+
+
+def _one_sentence(error: BaseException) -> str:
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = str(cause)
+    first = text.splitlines()[0].strip() if text else type(cause).__name__
+    match = re.search(r"full_key: (\S+)", text)
+    if match and match.group(1) not in first:
+        first = f"{match.group(1)}: {first}"
+    if "not in struct" in first or "not in 'Config" in first or "is not in" in first:
+        key = match.group(1) if match else first
+        return f"unknown key {key!r}{nearest(key)}"
+    return first
+
+
+def load_env(name: str) -> EnvConfig:
+    """conf/env/<name>.yaml as an EnvConfig (for `data.mixture`)."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    path = conf_dir() / "env" / f"{name}.yaml"
+    if not path.exists():
+        known = sorted(p.stem for p in path.parent.glob("*.yaml"))
+        raise ConfigError(f"data.mixture names the environment {name!r}, but there is no conf/env/{name}.yaml; there are {', '.join(known)}")
+    try:
+        return cast(EnvConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(EnvConfig), OmegaConf.load(path))))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"conf/env/{name}.yaml: {_one_sentence(error)}") from None
+
+
+def environments(config: Config) -> list[EnvConfig]:
+    """The environments of a run: `env` alone, or those of `data.mixture` (with `env` as configured when it is among them)."""
+    if not config.data.mixture:
+        return [config.env]
+    return [config.env if name == config.env.name else load_env(name) for name in config.data.mixture]
+
+
+def value_of(config: Config, key: str) -> Any:
+    node: Any = config
+    for part in key.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def _refuse(condition: bool, message: str) -> None:
+    if condition:
+        raise ConfigError(message)
+
+
+def check(config: Config) -> None:
+    """Refuse values out of range and combinations that contradict each other."""
+    for key, choices in CHOICES.items():
+        value = value_of(config, key)
+        if value not in choices:
+            close = difflib.get_close_matches(str(value), choices, n=1)
+            raise ConfigError(f"{key}={value} is not one of {', '.join(choices)}" + (f"; did you mean {close[0]!r}?" if close else ""))
+    _check_ranges(config)
+    _check_sampling(config)
+    _check_combinations(config)
+
+
+def _check_ranges(config: Config) -> None:
+    positive = (
+        "train.steps", "train.batch_size", "engine.replicas", "engine.max_num_seqs", "engine.threads", "engine.tensor_parallel_size", "engine.kv_cache_mb",
+        "engine.start_timeout_s", "engine.request_timeout_s", "engine.canary_tolerance", "weights.publish_every", "rollout.workers", "rollout.time_limit_s",
+        "rollout.max_turns", "rollout.max_turn_tokens", "rollout.max_tokens", "rollout.observation_limit", "data.max_prompt_chars", "learner.tokens_per_micro_batch",
+        "learner.threads", "learner.timeout_s", "reward.timeout_s", "reward.processes", "eval.tasks", "algo.eps_high", "algo.alpha", "critic.updates",
+        "warmstart.steps", "warmstart.batch_size", "launcher.object_store_mb",
+    )  # fmt: skip
+    for key in positive:
+        _refuse(value_of(config, key) <= 0, f"{key}={value_of(config, key)} must be above 0")
+    not_negative = ("rollout.staleness", "rollout.retries", "critic.critic_only_steps", "algo.kl_coef", "algo.entropy_coef", "algo.whiten_patience", "launcher.num_cpus")
+    for key in not_negative:
+        _refuse(value_of(config, key) < 0, f"{key}={value_of(config, key)} must not be negative")
+    shares = ("algo.gamma", "algo.lambda_critic", "warmstart.clean_share", "engine.gpu_memory_utilization")
+    for key in shares:
+        _refuse(not 0 <= value_of(config, key) <= 1, f"{key}={value_of(config, key)} must lie in [0, 1]")
+    _refuse(not 0 < config.algo.eps_low <= 1, f"algo.eps_low={config.algo.eps_low} must lie in (0, 1]: it is an epsilon, the lower bound of the ratio is 1 - eps_low")
+    if config.algo.lambda_policy is not None:
+        _refuse(not 0 <= config.algo.lambda_policy <= 1, f"algo.lambda_policy={config.algo.lambda_policy} must lie in [0, 1] or be null")
+    for name, optimizer in (("policy", config.optim.policy), ("critic", config.optim.critic)):
+        _check_optimizer(f"optim.{name}", optimizer, config.train.steps)
+    for name, weight in config.data.mixture.items():
+        _refuse(weight <= 0, f"data.mixture.{name}={weight} must be above 0; leave the environment out instead")
+    for temperature in config.eval.temperatures:
+        _refuse(temperature < 0, f"eval.temperatures holds {temperature}; a temperature must not be negative (0 is greedy)")
+
+
+def _check_optimizer(key: str, optimizer: OptimizerConfig, steps: int) -> None:
+    _refuse(optimizer.lr < 0, f"{key}.lr={optimizer.lr} must not be negative (0 freezes the model)")
+    _refuse(len(optimizer.betas) != 2 or not all(0 <= b < 1 for b in optimizer.betas), f"{key}.betas={optimizer.betas} must be two numbers in [0, 1)")
+    _refuse(optimizer.grad_clip <= 0, f"{key}.grad_clip={optimizer.grad_clip} must be above 0")
+    _refuse(optimizer.warmup_steps < 0 or optimizer.warmup_steps > steps, f"{key}.warmup_steps={optimizer.warmup_steps} must lie between 0 and train.steps={steps}")
+    _refuse(not 0 <= optimizer.final_lr_ratio <= 1, f"{key}.final_lr_ratio={optimizer.final_lr_ratio} must lie in [0, 1]")
+
+
+def _check_sampling(config: Config) -> None:
+    sampling = config.rollout.sampling
+    why = "the importance ratio holds only for the raw softmax; use it in evaluation, not in training"
+    _refuse(sampling.temperature <= 0, f"rollout.sampling.temperature={sampling.temperature} is refused for training: greedy tokens have no distribution; use 1.0")
+    _refuse(sampling.top_p != 1.0, f"rollout.sampling.top_p={sampling.top_p} is refused for training: {why} (set 1.0)")
+    _refuse(sampling.top_k != 0, f"rollout.sampling.top_k={sampling.top_k} is refused for training: {why} (set 0)")
+    _refuse(sampling.min_p != 0.0, f"rollout.sampling.min_p={sampling.min_p} is refused for training: {why} (set 0.0)")
+
+
+def _check_combinations(config: Config) -> None:
+    rollout, every = config.rollout, config.weights.publish_every
+    _refuse(
+        rollout.rollouts_per_prompt != 1,
+        f"rollout.rollouts_per_prompt={rollout.rollouts_per_prompt} is refused with algo.name=sao, which uses one rollout per prompt (set 1)",
+    )
+    _refuse(
+        rollout.staleness < every - 1,
+        f"weights.publish_every={every} needs rollout.staleness >= {every - 1}, which is {rollout.staleness}: episodes would be stale before new weights arrive",
+    )
+    _refuse(
+        bool(config.model.path) and bool(config.model.factory) and not config.model.path.strip(),
+        "model.path is blank; name a Hugging Face directory or leave it empty to use model.factory",
+    )
+    _refuse(not config.model.path and not config.model.factory, "model.path is empty: name a local Hugging Face directory or hub id, or choose model=demo")
+    _refuse(rollout.max_turn_tokens >= rollout.max_tokens, f"rollout.max_turn_tokens={rollout.max_turn_tokens} must be below rollout.max_tokens={rollout.max_tokens}")
+    limit = config.engine.max_model_len
+    _refuse(0 < limit < rollout.max_tokens, f"rollout.max_tokens={rollout.max_tokens} exceeds engine.max_model_len={limit}; lower the first or raise the second")
+    _refuse(config.run.phase == "critic" and config.critic.path != "", "critic.path is set with run.phase=critic, which starts a fresh critic; empty it")
+    _refuse(
+        config.env.name == "single_turn" and not config.data.mixture and not config.data.path,
+        "env=single_turn needs tasks: set data.path to a .jsonl or .parquet file, a datasets directory or a hub id",
+    )
+    _refuse(
+        config.env.name == "single_turn" and not config.data.mixture and not config.reward.function,
+        "env=single_turn needs a score: set reward.function=package.module:function",
+    )
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML text."""
+    from omegaconf import OmegaConf
+
+    return str(OmegaConf.to_yaml(OmegaConf.structured(config)))
+
+
+def from_yaml(path: Path) -> Config:
+    """Read back a run's config.yaml."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; is this a run folder?") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_one_sentence(error)}") from None
+
+
+def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
+    """`a=1,2 b=x,y` -> the four combinations, in Hydra's sweep syntax."""
+    import itertools
+
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    axes: list[list[str]] = []
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key = override.get_key_element()
+        if override.is_sweep_override():
+            axes.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        else:
+            axes.append([f"{key}={override.get_value_element_as_str()}"])
+    return [list(combination) for combination in itertools.product(*axes)]

@@ -1,0 +1,76 @@
+"""Every error SAO raises on purpose.
+
+Two families that are never mixed: a `UserError` is a mistake in a command, a configuration or a data file and is shown as one
+sentence without a stack trace; a `SystemFailure` is something that broke while running. Failures are typed and counted, and they are
+never turned into data (a reward of 0, an empty answer).
+"""
+
+from __future__ import annotations
+
+
+class SaoError(Exception):
+    """Base of every deliberate error."""
+
+
+class UserError(SaoError):
+    """A mistake of the user: the message is one sentence naming the key, file or actor and the mend."""
+
+
+class ConfigError(UserError):
+    """A configuration key is unknown, has the wrong type, or contradicts another."""
+
+
+class DataError(UserError):
+    """A task file cannot be used; the message names file, line and reason."""
+
+
+class SystemFailure(SaoError):
+    """Something broke while running. `reason` is the short name under which the ledger counts it."""
+
+    reason = "system"
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), self.args
+
+
+class EngineFailure(SystemFailure):
+    """An inference engine died, hung or refused a request."""
+
+    reason = "engine"
+
+
+class PublishFailure(SystemFailure):
+    """New weights did not reach an engine, or the canary shows other weights than the trainer's."""
+
+    reason = "publish"
+
+
+class LearnerFailure(SystemFailure):
+    """The learner died or produced a non-finite update."""
+
+    reason = "learner"
+
+
+class WorkerFailure(SystemFailure):
+    """An episode worker died."""
+
+    reason = "worker"
+
+
+class EnvironmentFailure(SystemFailure):
+    """An environment raised, hung, or broke its own contract."""
+
+    reason = "environment"
+
+
+class RewardFailure(SystemFailure):
+    """A reward function raised, hung, crashed its process, or returned something that is not a finite number."""
+
+    reason = "reward"
+
+    def __init__(self, message: str, kind: str = "raised") -> None:
+        super().__init__(message, kind)
+        self.reason = f"reward_{kind}"
+
+    def __str__(self) -> str:
+        return str(self.args[0])
