@@ -129,6 +129,8 @@ class EnvConfig:
     target: str = "sao.envs.single_turn.environment:SingleTurnEnvironment"  # package.module:Class
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the class
     workload: str = "default"
+    data_path: str = ""  # tasks of this environment, for mixtures; empty: data.path
+    eval_path: str = ""  # its held-out tasks; empty: data.eval_path where data.path is its task file
 
 
 @dataclass

@@ -136,7 +136,7 @@ def test_one_step_of_64_is_written_quickly(tmp_path: Path) -> None:
     batch = [simple(i) for i in range(64)]
     writer = TrajectoryWriter(tmp_path)
     best = min(_seconds(lambda: writer.write(1, [t for t, _ in batch], [r for _, r in batch], 5)) for _ in range(5))
-    assert best < 0.05  # 6 ms on the developers' machine; the margin is for a loaded one
+    assert best < 0.1  # about 10 ms on an idle core; the margin is for a loaded one
 
 
 def _seconds(action: object) -> float:

@@ -1,0 +1,39 @@
+# Two commands: `make demo` and `make test`. Both install into .venv first; nothing outside the checkout is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRA ?= cpu
+# A machine with a folder of wheels (PIP_FIND_LINKS) serves the CPU build of torch from there; elsewhere uv picks it by backend.
+ifdef PIP_FIND_LINKS
+export UV_FIND_LINKS := $(PIP_FIND_LINKS)
+BACKEND :=
+else
+BACKEND := $(if $(filter cpu,$(EXTRA)),--torch-backend=cpu,)
+endif
+
+.PHONY: install demo test test-all lint clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt overrides.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "uv>=0.9"
+	$(BIN)/uv pip install --quiet --python $(BIN)/python $(BACKEND) --override overrides.txt --constraint constraints.txt -e '.[$(EXTRA),dev]'
+	touch $@
+
+demo: install
+	$(BIN)/sao train experiment=demo
+
+test: install
+	$(BIN)/python -m pytest -m "not system"
+
+test-all: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,141 @@
+"""The `sao` command. Each verb imports what it needs when it runs, so that help and refusals are instant.
+
+Exit codes: 0 done, 1 a failure while running, 2 a mistake in the command or the configuration, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sao.errors import SystemFailure, UserError
+
+OVERRIDES_HELP = "Hydra overrides: group=choice or key=value, for instance experiment=demo train.steps=50"
+
+
+def _train(args: argparse.Namespace) -> int:
+    from sao.config_load import compose
+
+    if args.multirun:
+        return _sweep(args.overrides)
+    from sao.train import train
+
+    return train(compose(args.overrides), args.overrides)
+
+
+def _sweep(overrides: Sequence[str]) -> int:
+    """Every combination in a process of its own, one after the other; all are checked before the first starts."""
+    from sao.config_load import compose, expand_sweep
+
+    cells = expand_sweep(overrides)
+    for cell in cells:
+        compose(cell)
+    failed = 0
+    for index, cell in enumerate(cells):
+        print(f"[{index + 1}/{len(cells)}] sao train {' '.join(cell)}", flush=True)
+        own = cell if any(text.startswith("run.dir=") for text in cell) else [*cell, f"run.name=sweep{index:03d}"]
+        failed += subprocess.run([sys.executable, "-m", "sao.cli", "train", *own]).returncode != 0
+    print(f"{len(cells) - failed} of {len(cells)} runs ended well")
+    return 1 if failed else 0
+
+
+def _warmstart(args: argparse.Namespace) -> int:
+    from sao.config_load import compose
+    from sao.warmstart import warmstart
+
+    config = compose(args.overrides)
+    print(warmstart(config))
+    return 0
+
+
+def _config(args: argparse.Namespace) -> int:
+    from sao.config_load import compose, leaf_keys, to_yaml
+
+    if args.keys:
+        print("\n".join(leaf_keys()))
+        return 0
+    print(to_yaml(compose(args.overrides)), end="")
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from sao.runtime.doctor import doctor
+
+    return doctor(args.overrides)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from sao.report.html import write_report
+
+    print(write_report(_run_folder(args.run)))
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from sao.report.inspect import main as inspect
+
+    inspect(_run_folder(args.run), step=args.step, episode=args.episode)
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from sao.bench import bench
+
+    return bench(args.ids)
+
+
+def _run_folder(path: str) -> Path:
+    folder = Path(path)
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{path} is no run folder: it has no config.yaml")
+    return folder
+
+
+def parser() -> argparse.ArgumentParser:
+    main_parser = argparse.ArgumentParser(prog="sao", description="Single-rollout Asynchronous Optimization of language-model agents.")
+    verbs = main_parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+
+    def verb(name: str, run: Callable[[argparse.Namespace], int], text: str, *, overrides: bool = False) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        if overrides:
+            sub.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
+        return sub
+
+    train = verb("train", _train, "train a policy", overrides=True)
+    train.add_argument("-m", "--multirun", action="store_true", help="sweep: key=a,b runs every combination")
+    verb("warmstart", _warmstart, "supervised start from an environment's demonstrations; cached", overrides=True)
+    config = verb("config", _config, "print the resolved configuration", overrides=True)
+    config.add_argument("--keys", action="store_true", help="list every key")
+    verb("doctor", _doctor, "say what this machine can do and what is missing", overrides=True)
+    report = verb("report", _report, "write report.html of a run folder")
+    report.add_argument("run", metavar="RUN")
+    inspect = verb("inspect", _inspect, "look at a run's trajectories token by token")
+    inspect.add_argument("run", metavar="RUN")
+    inspect.add_argument("--step", type=int)
+    inspect.add_argument("--episode", type=int)
+    bench = verb("bench", _bench, "list the benchmarks, or run those named")
+    bench.add_argument("ids", nargs="*", metavar="ID")
+    return main_parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except SystemFailure as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

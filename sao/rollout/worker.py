@@ -1,0 +1,107 @@
+"""An episode worker: builds the environment of a task, runs the turn loop against the engine pool, returns a trajectory or a typed failure."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from sao.agents.renderer import load_renderer
+from sao.agents.turns import Limits, run_episode
+from sao.config import Config, EnvConfig
+from sao.environment import Environment
+from sao.errors import SystemFailure
+from sao.inference.pool import EnginePool
+from sao.inference.protocol import GenerateRequest, Generation
+from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
+from sao.rollout.staleness import Finished
+from sao.tasks.source import load_environment
+from sao.trajectory import SamplingSpec, Trajectory
+
+log = logging.getLogger(__name__)
+
+
+class EpisodeWorker:
+    """Stateless between episodes but for caches; safe for many concurrent `run` calls on one event loop."""
+
+    def __init__(self, config: Config, env_configs: Sequence[EnvConfig], model_path: str, engines: Mapping[str, Any]) -> None:
+        from transformers import AutoTokenizer
+
+        self.config = config
+        self.environments = {env.name: (load_environment(env.target), environment_args(env, config)) for env in env_configs}
+        tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=config.model.trust_remote_code)
+        self.renderer = load_renderer(config.model.renderer, tokenizer)
+        self.pool = EnginePool(engines)
+        rollout = config.rollout
+        self.limits = Limits(
+            max_turns=rollout.max_turns,
+            max_turn_tokens=rollout.max_turn_tokens,
+            max_tokens=rollout.max_tokens,
+            max_model_len=config.engine.max_model_len or rollout.max_tokens,
+            time_limit_s=rollout.time_limit_s,
+            observation_limit=rollout.observation_limit,
+        )
+
+    async def run(self, request: EpisodeRequest) -> tuple[Finished[None] | EpisodeFailure, Trajectory | None]:
+        """Never raises for a failed episode; an exception from here is a bug of ours."""
+        try:
+            trajectory = await self._episode(request)
+        except SystemFailure as failure:
+            log.warning("episode %s failed: %s", request.episode_id, failure)
+            return EpisodeFailure(request.episode_id, failure.reason, str(failure), getattr(failure, "sampled_tokens", 0)), None
+        if trajectory.finish.kind == "failed":
+            return EpisodeFailure(request.episode_id, trajectory.finish.detail, str(trajectory.finish), trajectory.sampled_tokens), None
+        return Finished(trajectory.meta(), None), trajectory
+
+    async def _episode(self, request: EpisodeRequest) -> Trajectory:
+        environment_class, args = self.environments[request.task.environment]
+        environment: Environment = environment_class(request.task, **args)
+        return await run_episode(
+            request.task,
+            environment,
+            self.renderer,
+            self._generator(request),
+            episode_id=request.episode_id,
+            admitted_version=request.version,
+            sampling=self._sampling(request),
+            limits=self.limits,
+        )
+
+    def _generator(self, request: EpisodeRequest) -> Any:
+        if not request.pinned:
+            return self.pool.generate
+
+        async def pinned(call: GenerateRequest) -> Generation:
+            from dataclasses import replace
+
+            return await self.pool.generate(replace(call, purpose=request.purpose, pinned_version=request.version))
+
+        return pinned
+
+    def _sampling(self, request: EpisodeRequest) -> SamplingSpec:
+        sampling = self.config.rollout.sampling
+        return SamplingSpec(
+            temperature=sampling.temperature if request.temperature is None else request.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            stop=self.renderer.stop_ids,
+            seed=None,  # per-request generators slow batched sampling, and an asynchronous run is not reproducible by them
+            max_tokens=self.config.rollout.max_turn_tokens,
+        )
+
+    async def close(self) -> None:
+        for environment_class, _ in self.environments.values():
+            shutdown = getattr(environment_class, "shutdown", None)
+            if shutdown is not None:
+                await shutdown()
+
+
+def environment_args(env: EnvConfig, config: Config) -> dict[str, Any]:
+    """The keyword arguments of the environment class: `env.args`, and the reward configuration where the class asks for it."""
+    args = dict(env.args)
+    if "reward" in inspect.signature(load_environment(env.target)).parameters:
+        args["reward"] = asdict(config.reward)
+    return args

@@ -1,0 +1,177 @@
+"""The three Ray actors. Each is a thin shell: it sets up its process, builds the real object and forwards calls.
+
+Heavy imports happen inside the constructors, so that the driver can name these classes without loading torch or vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sao.config import Config, EnvConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from sao.inference.protocol import EngineSnapshot, GenerateRequest, Generation, PublishReport
+    from sao.learner.protocol import StepReport
+    from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
+    from sao.rollout.staleness import Finished
+    from sao.trajectory import Trajectory
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """Environment variables of an actor's process. Spinning OpenMP threads collapse a machine whose cores are shared (docs/concepts/architecture)."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def engine_environment(threads: int) -> dict[str, str]:
+    return thread_environment(threads) | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "NUMBA_NUM_THREADS": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+
+
+def _own_log(name: str, run_dir: str) -> None:
+    """Send everything this process prints, C++ included, to logs/<name>.log of the run."""
+    path = Path(run_dir) / "logs" / f"{name}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+
+
+class EngineActor:
+    """One vLLM engine; an async actor, so that many requests are in flight at once."""
+
+    def __init__(self, name: str, model_path: str, config: Config, run_dir: str) -> None:
+        _own_log(name, run_dir)
+        started = time.monotonic()
+        from sao.inference.vllm_engine import VllmEngine
+
+        self.engine = VllmEngine(model_path, config.engine, config.weights, name=name)
+        self.start_s = time.monotonic() - started
+
+    async def ready(self) -> dict[str, Any]:
+        return {"pid": os.getpid(), "start_s": self.start_s}
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        from sao.inference.protocol import Generation
+        from sao.inference.streams import join
+
+        chunks: list[Generation] = [chunk async for chunk in self.engine.generate(request)]
+        return join(chunks)
+
+    async def publish(self, weights: Any, version: int) -> PublishReport:
+        bundle, canary = weights
+        return await self.engine.publish(bundle, version, canary)
+
+    async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        return await self.engine.score(token_ids)
+
+    async def snapshot(self) -> EngineSnapshot:
+        return await self.engine.snapshot()
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+
+class WorkerActor:
+    """Runs many episodes at once on one event loop."""
+
+    def __init__(self, name: str, model_path: str, config: Config, env_configs: Sequence[EnvConfig], engines: Mapping[str, Any], run_dir: str) -> None:
+        _own_log(name, run_dir)
+        from sao.rollout.worker import EpisodeWorker
+        from sao.runtime.remote import RemoteEngine
+
+        handles = {engine: RemoteEngine(engine, handle, config.engine.request_timeout_s) for engine, handle in engines.items()}
+        self.worker = EpisodeWorker(config, env_configs, model_path, handles)
+
+    async def ready(self) -> dict[str, Any]:
+        return {"pid": os.getpid()}
+
+    async def run(self, request: EpisodeRequest) -> tuple[Finished[None] | EpisodeFailure, Trajectory | None]:
+        return await self.worker.run(request)
+
+    async def close(self) -> None:
+        await self.worker.close()
+
+
+class LearnerActor:
+    """Trains policy and critic; one call at a time."""
+
+    def __init__(self, name: str, model_path: str, config: Config, total_steps: int, run_dir: str) -> None:
+        _own_log(name, run_dir)
+        from concurrent.futures import ThreadPoolExecutor
+
+        from sao.learner.learner import TorchLearner
+        from sao.report.store import TrajectoryWriter
+
+        self.learner = TorchLearner(config, model_path, total_steps=total_steps, check_logprobs=True)
+        self.writer = TrajectoryWriter(Path(run_dir)) if config.logger.trajectories == "all" else None
+        self.background = ThreadPoolExecutor(1)
+        self.pending: Any = None
+
+    def ready(self) -> dict[str, Any]:
+        return {"pid": os.getpid()}
+
+    def step(self, step: int, *trajectories: Trajectory) -> StepReport:
+        from sao.learner.protocol import StepReport
+
+        report = self.learner.step(trajectories, step)
+        if self.writer is not None:
+            self._written()
+            self.pending = self.background.submit(self.writer.write, step, trajectories, report.records, report.version)
+        return StepReport(report.step, report.version, report.metrics)
+
+    def gather(self) -> Any:
+        return self.learner.gather()
+
+    def export(self, directory: str) -> None:
+        self._written()
+        self.learner.export(directory)
+
+    def _written(self) -> None:
+        """Surface an error of the last background write instead of losing it."""
+        if self.pending is not None:
+            self.pending.result()
+            self.pending = None
+
+
+async def gather_ready(calls: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Await the `ready` answer of every actor; the name of the one that failed or hung travels with the error."""
+    from sao.errors import SystemFailure
+
+    async def one(name: str, reference: Any) -> tuple[str, Any]:
+        try:
+            return name, await asyncio.wait_for(_as_coroutine(reference), timeout_s)
+        except TimeoutError:
+            raise SystemFailure(f"{name} was not ready after {timeout_s:.0f} s; see logs/{name}.log in the run folder") from None
+
+    return dict(await asyncio.gather(*(one(name, reference) for name, reference in calls.items())))
+
+
+async def _as_coroutine(reference: Any) -> Any:
+    return await reference

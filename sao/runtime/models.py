@@ -1,0 +1,117 @@
+"""Which model a run starts from: found, or made on the spot; checked without loading a weight."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sao.config import Config
+from sao.errors import ConfigError, SaoError, SystemFailure
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the plan needs to know of a model directory."""
+
+    path: str
+    parameters: int
+    bytes_on_disk: int
+    context: int
+    layers: int
+    kv_bytes_per_token: int
+
+
+def prepare(config: Config) -> str:
+    """The directory of the starting policy. Makes or warm-starts it in a process of its own, so that the driver never loads torch."""
+    if config.model.warmstart or config.model.factory:
+        from sao.warmstart import cached
+
+        path = cached(config)
+        return str(path) if path is not None else _in_child(config)
+    return _existing(config.model.path)
+
+
+def _in_child(config: Config) -> str:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            return pool.submit(_make, config).result()
+        except BrokenProcessPool:
+            raise SystemFailure("the warm start's process died; it may have run out of memory") from None
+
+
+def _make(config: Config) -> str:
+    from sao.warmstart import warmstart
+
+    return str(warmstart(config))
+
+
+def _existing(path: str) -> str:
+    """A local directory, or a hub id that is in the local cache or can be downloaded."""
+    local = Path(path).expanduser()
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise ConfigError(f"model.path={path} has no config.json; name a Hugging Face model directory")
+        return str(local.resolve())
+    if local.is_absolute() or path.startswith(".") or path.count("/") != 1:
+        raise ConfigError(f"model.path={path} does not exist; name a local Hugging Face directory or a hub id of the form owner/name")
+    try:
+        from huggingface_hub import snapshot_download
+
+        return str(snapshot_download(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={path} is no local directory and could not be fetched from the hub ({type(error).__name__})") from None
+
+
+def facts(path: str) -> ModelFacts:
+    """Sizes from config.json and the headers of the weight files."""
+    config = json.loads((Path(path) / "config.json").read_text())
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"model.path={path} holds no *.safetensors file; convert the checkpoint with save_pretrained")
+    parameters = sum(_count(file) for file in files)
+    layers = int(config.get("num_hidden_layers", 0))
+    heads = int(config.get("num_key_value_heads", config.get("num_attention_heads", 1)))
+    width = int(config.get("head_dim") or config.get("hidden_size", 0) // max(1, config.get("num_attention_heads", 1)))
+    return ModelFacts(
+        path=path,
+        parameters=parameters,
+        bytes_on_disk=sum(file.stat().st_size for file in files),
+        context=int(config.get("max_position_embeddings", 0)),
+        layers=layers,
+        kv_bytes_per_token=2 * layers * heads * width * 4,
+    )
+
+
+def _count(file: Path) -> int:
+    with open(file, "rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header: dict[str, Any] = json.loads(stream.read(size))
+    total = 0
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            count = 1
+            for dimension in tensor["shape"]:
+                count *= dimension
+            total += count
+    return total
+
+
+def check_tokenizer(config: Config, path: str) -> None:
+    """The tokenizer loads and the renderer can work with it; a `UserError` says what is missing."""
+    from transformers import AutoTokenizer
+
+    from sao.agents.renderer import load_renderer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    except SaoError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path={path} has no tokenizer that transformers can load ({type(error).__name__}); add tokenizer.json") from None
+    load_renderer(config.model.renderer, tokenizer)

@@ -1,0 +1,114 @@
+"""The plan: which actors a run will start, what each is expected to need, and whether this machine has it.
+
+Figures are estimates from the model's size and from measurements of the parts (docs/concepts/architecture); they are meant to refuse what
+cannot work before anything starts, not to account for the last megabyte.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from sao.config import Config
+from sao.errors import ConfigError
+from sao.runtime.models import ModelFacts
+
+MB = 1024 * 1024
+RAY_MB = 550
+ENGINE_BASE_MB = 750
+LEARNER_BASE_MB = 550
+WORKER_BASE_MB = 350
+ACTIVATION_BYTES_PER_TOKEN_LAYER_WIDTH = 64
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Machine:
+    cores: int
+    total_mb: int
+    available_mb: int
+    gpus: int
+
+
+@dataclass(frozen=True)
+class PlannedActor:
+    name: str
+    memory_mb: int
+    threads: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    actors: list[PlannedActor]
+    machine: Machine
+
+    @property
+    def memory_mb(self) -> int:
+        return sum(actor.memory_mb for actor in self.actors)
+
+    def text(self) -> str:
+        """A table for the terminal and for plan.txt."""
+        lines = [f"{'actor':<12} {'memory':>10}  threads  what"]
+        lines += [f"{a.name:<12} {a.memory_mb:>7} MB  {a.threads:>7}  {a.what}" for a in self.actors]
+        machine = self.machine
+        lines.append(f"{'together':<12} {self.memory_mb:>7} MB           of {machine.available_mb} MB available, {machine.cores} cores, {machine.gpus} GPUs")
+        return "\n".join(lines)
+
+
+def machine() -> Machine:
+    """Cores this process may use, memory as the kernel reports it, GPUs by device files (torch is not imported for this)."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    gpus = [name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
+    return Machine(len(os.sched_getaffinity(0)), memory.total // MB, memory.available // MB, len(gpus))
+
+
+def make_plan(config: Config, model: ModelFacts, here: Machine) -> Plan:
+    parameters = model.parameters
+    engine_weights = parameters * BYTES[config.engine.dtype] // MB
+    on_gpu = here.gpus > 0 and config.learner.device != "cpu"
+    kv = 0 if on_gpu else config.engine.kv_cache_mb
+    train_bytes = parameters * (BYTES[config.model.dtype] + 4 + 8)
+    learner = LEARNER_BASE_MB + 2 * train_bytes // MB + parameters * 4 * (config.rollout.staleness + 1) // MB
+    learner += config.learner.tokens_per_micro_batch * max(1, model.layers) * ACTIVATION_BYTES_PER_TOKEN_LAYER_WIDTH * 256 // MB // 4
+    actors = [PlannedActor("ray", RAY_MB + config.launcher.object_store_mb, 0, f"object store {config.launcher.object_store_mb} MB")]
+    for index in range(config.engine.replicas):
+        what = f"vLLM {config.engine.dtype}, {kv or 'GPU'} MB KV" if kv else f"vLLM {config.engine.dtype} on GPU"
+        actors.append(PlannedActor(f"engine-{index}", ENGINE_BASE_MB + 2 * engine_weights + kv, config.engine.threads, what))
+    actors.append(PlannedActor("learner", learner, config.learner.threads, f"policy and critic, {parameters / 1e6:.2f} M parameters each"))
+    actors += [PlannedActor(f"worker-{i}", WORKER_BASE_MB, 1, "episodes") for i in range(config.rollout.workers)]
+    return Plan(actors, here)
+
+
+def check_plan(config: Config, plan: Plan, model: ModelFacts) -> None:
+    """Refuse what will not fit, naming the key to change."""
+    here = plan.machine
+    if plan.memory_mb > here.available_mb:
+        largest = max(plan.actors, key=lambda actor: actor.memory_mb)
+        raise ConfigError(
+            f"the plan needs {plan.memory_mb} MB and this machine has {here.available_mb} MB available: {largest.name} alone takes {largest.memory_mb} MB; "
+            "lower engine.kv_cache_mb, engine.replicas or learner.tokens_per_micro_batch, or choose a smaller model"
+        )
+    threads = config.engine.replicas * config.engine.threads + config.learner.threads
+    if not here.gpus and threads > here.cores:
+        raise ConfigError(
+            f"engines and learner want {threads} threads and this machine has {here.cores} cores: spinning threads would starve each other; "
+            "lower engine.replicas, engine.threads or learner.threads"
+        )
+    if config.engine.tensor_parallel_size > 1 and here.gpus < config.engine.replicas * config.engine.tensor_parallel_size:
+        raise ConfigError(
+            f"engine.replicas * engine.tensor_parallel_size = {config.engine.replicas * config.engine.tensor_parallel_size} GPUs are asked for, "
+            f"this machine has {here.gpus}; lower one of them"
+        )
+    limit = config.engine.max_model_len or model.context
+    if model.context and limit > model.context:
+        raise ConfigError(f"engine.max_model_len={limit} exceeds the model's context of {model.context}; lower it")
+    if limit and config.rollout.max_tokens > limit:
+        raise ConfigError(f"rollout.max_tokens={config.rollout.max_tokens} exceeds the context of {limit}; lower it")
+    kv_tokens = config.engine.kv_cache_mb * MB // max(1, model.kv_bytes_per_token)
+    if not here.gpus and kv_tokens < config.rollout.max_tokens:
+        raise ConfigError(
+            f"engine.kv_cache_mb={config.engine.kv_cache_mb} holds {kv_tokens} tokens, less than one episode of rollout.max_tokens={config.rollout.max_tokens}; raise it"
+        )

@@ -1,0 +1,73 @@
+"""The run folder: created once, locked while a run lives in it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from sao.config import Config
+from sao.errors import UserError
+
+
+def choose(config: Config) -> Path:
+    """The folder the configuration names, or a fresh one under runs/."""
+    if config.run.dir:
+        return Path(config.run.dir).expanduser().resolve()
+    return (Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+
+
+class RunFolder:
+    """Owns the folder's lock; a second run in the same folder is refused before it writes anything."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: IO[str] | None = None
+
+    def __enter__(self) -> RunFolder:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.path / "run.lock", "a+")  # noqa: SIM115  held for the life of the run
+        except OSError as error:
+            raise UserError(f"run.dir={self.path} cannot be written ({error.strerror}); choose another folder") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read().strip() or "unknown"
+            lock.close()
+            raise UserError(f"run.dir={self.path} is in use by process {owner}; wait for that run or choose another folder") from None
+        if (self.path / "metrics.jsonl").exists():
+            lock.close()
+            raise UserError(f"run.dir={self.path} already holds a run; choose another folder or remove it")
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        self._lock = lock
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def write_text(self, name: str, text: str) -> None:
+        write_atomically(self.path / name, text)
+
+    def write_json(self, name: str, value: Any) -> None:
+        write_atomically(self.path / name, json.dumps(value, indent=2) + "\n")
+
+    def append_json(self, name: str, value: Any) -> None:
+        with open(self.path / name, "a") as file:
+            file.write(json.dumps(value) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Readers see the old content or the new, never half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)

@@ -1,0 +1,128 @@
+"""`sao train`: check everything, start the actors, run the loop, evaluate, leave a report."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from sao.config import Config
+from sao.config_load import environments, to_yaml
+from sao.environment import Task
+from sao.errors import ConfigError, SaoError, SystemFailure
+from sao.evals.heldout import EvalResult, evaluate
+from sao.loop import TrainingLoop
+from sao.observer import RunObserver
+from sao.report.html import write_report
+from sao.runtime.cluster import Cluster
+from sao.runtime.models import check_tokenizer, facts, prepare
+from sao.runtime.plan import check_plan, machine, make_plan
+from sao.runtime.run_folder import RunFolder, choose
+from sao.tasks.source import TaskSource, build_held_out, build_source
+
+
+def train(config: Config, overrides: Sequence[str] = ()) -> int:
+    """Run to the end. Returns the process's exit code; mistakes and failures are raised as typed errors."""
+    started = time.monotonic()
+    env_configs = environments(config)
+    source = build_source(config, env_configs)
+    held_out = _held_out(config)
+    model_path = prepare(config)
+    check_tokenizer(config, model_path)
+    model = facts(model_path)
+    plan = make_plan(config, model, machine())
+    check_plan(config, plan, model)
+    if config.run.dry_run:
+        print(f"model      {model_path}\n           {model.parameters:,} parameters, context {model.context}")
+        print(f"data       {source.length if source.length is not None else 'generated'} tasks, {len(held_out)} held out")
+        print(plan.text())
+        print("dry run: everything checks out; nothing was started")
+        return 0
+    with RunFolder(choose(config)) as folder:
+        folder.write_text("config.yaml", to_yaml(config))
+        folder.write_text("plan.txt", plan.text() + "\n")
+        folder.write_json("command.json", {"verb": "train", "overrides": list(overrides), "model": model_path})
+        observer = RunObserver(folder, config, started)
+        try:
+            asyncio.run(_run(config, source, held_out, model_path, folder, observer))
+        except BaseExceptionGroup as group:
+            raise _first(group) from group
+        finally:
+            observer.close()
+            if config.logger.report:
+                print(f"report: {write_report(folder.path)}")
+    return 0
+
+
+async def _run(config: Config, source: TaskSource, held_out: Sequence[Task], model_path: str, folder: RunFolder, observer: RunObserver) -> None:
+    critic_only = config.run.phase == "critic"
+    total = config.train.steps + (0 if critic_only else config.critic.critic_only_steps)
+    observer.phase("starting Ray, engines, learner and workers")
+    async with Cluster(config, environments(config), model_path, folder.path, total) as cluster:
+        engines, learner, workers = cluster.engines(), cluster.learner(), cluster.workers()
+        loop = TrainingLoop(config, source, workers, learner, engines, observer)
+        observer.attach(loop)
+        watcher = asyncio.create_task(cluster.watch(engines, observer.engines))
+        work = asyncio.create_task(_work(config, loop, held_out, folder, observer))
+        done, _ = await asyncio.wait({watcher, work}, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            for task in done:
+                task.result()
+        finally:
+            for task in (watcher, work):
+                task.cancel()
+            await asyncio.gather(watcher, work, return_exceptions=True)
+            folder.write_json("ledger.json", loop.ledger.audit())
+        observer.phase("writing the final checkpoint")
+        await learner.export(str(folder.path / "checkpoints" / "final"))
+    if not loop.ledger.audit()["closes"]:
+        raise SystemFailure(f"the ledger does not close; see ledger.json in {folder.path}")
+
+
+async def _work(config: Config, loop: TrainingLoop, held_out: Sequence[Task], folder: RunFolder, observer: RunObserver) -> None:
+    if config.eval.at_start:
+        await _evaluate("before", config, loop, held_out, folder, observer)
+    observer.phase("training")
+    await loop.run()
+    if config.eval.at_end:
+        await _evaluate("after", config, loop, held_out, folder, observer)
+
+
+async def _evaluate(name: str, config: Config, loop: TrainingLoop, held_out: Sequence[Task], folder: RunFolder, observer: RunObserver) -> None:
+    for temperature in config.eval.temperatures:
+        observer.phase(f"evaluation {name}, {len(held_out)} held-out tasks at temperature {temperature:g}")
+        result: EvalResult = await evaluate(
+            loop.workers,
+            held_out,
+            name=name,
+            version=loop.published_version,
+            temperature=temperature,
+            concurrency=config.engine.max_num_seqs * config.engine.replicas,
+            seed=config.seed,
+        )
+        folder.append_json("eval.jsonl", result.record())
+        observer.evaluation(result)
+
+
+def _held_out(config: Config) -> list[Task]:
+    if not (config.eval.at_start or config.eval.at_end):
+        return []
+    tasks = build_held_out(config, environments(config))
+    if not tasks:
+        raise ConfigError("eval.at_start or eval.at_end is on, but there are no held-out tasks; set data.eval_path or turn both off")
+    return tasks
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that explains a group: one of ours if there is one, else the first."""
+    leaves: list[BaseException] = []
+    stack: list[BaseException] = [group]
+    while stack:
+        error = stack.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            stack.extend(error.exceptions)
+        else:
+            leaves.append(error)
+    return next((leaf for leaf in leaves if isinstance(leaf, SaoError)), leaves[0])
+
+

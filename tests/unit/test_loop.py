@@ -1,0 +1,150 @@
+"""The real loop under schedules made by hypothesis, in virtual time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sao.config import Config
+from sao.errors import EnvironmentFailure
+from sao.loop import TrainingLoop
+from tests.fakes import CountingLearner, CountingSource, FakeEngines, SilentObserver, TimedWorkers
+from tests.virtual_time import run
+
+
+def make_config(*, staleness: int, batch: int = 4, steps: int = 8, critic_only: int = 0, overdue: str = "wait", retries: int = 1, every: int = 1) -> Config:
+    config = Config()
+    config.train.batch_size, config.train.steps = batch, steps
+    config.critic.critic_only_steps = critic_only
+    config.rollout.staleness, config.rollout.overdue, config.rollout.retries = staleness, overdue, retries
+    config.weights.publish_every = every
+    return config
+
+
+def drive(config: Config, classes=("fast", "slow"), latency=lambda request: 1.0, fails=lambda request: False, limit=float("inf"), step_s=lambda step: 1.0, publish_s=0.1):
+    engines = FakeEngines(publish_s)
+    workers = TimedWorkers(engines, latency, fails, limit)
+    learner = CountingLearner(config, step_s)
+    loop = TrainingLoop(config, CountingSource(classes), workers, learner, engines, SilentObserver())
+    run(loop.run())
+    return loop, learner, workers, engines
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    staleness=st.sampled_from([0, 1, 4, 8]),
+    batch=st.integers(1, 6),
+    critic_only=st.integers(0, 3),
+    sigma=st.floats(0.1, 2.0),
+    slow=st.floats(1.0, 30.0),
+    failure=st.floats(0.0, 0.4),
+    limit=st.sampled_from([3.0, 20.0, float("inf")]),
+    every=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+)
+def test_bound_holds_and_nothing_is_dropped_for_age(staleness, batch, critic_only, sigma, slow, failure, limit, every, seed):
+    config = make_config(staleness=staleness, batch=batch, critic_only=critic_only, every=min(every, staleness + 1))
+    rng = random.Random(seed)
+    loop, learner, workers, _ = drive(
+        config,
+        latency=lambda request: rng.lognormvariate(0, sigma) * (slow if request.task.workload == "slow" else 1.0),
+        fails=lambda request: rng.random() < failure,
+        limit=limit,
+        step_s=lambda step: rng.uniform(0.1, 3.0),
+    )
+    assert max(learner.staleness) <= staleness
+    assert loop.ledger.dropped["overdue"] == 0
+    assert workers.most <= (staleness + 1) * batch
+    audit = loop.ledger.audit()
+    assert audit["closes"]
+    assert loop.ledger.outstanding == 0
+    dropped = {name: 0 for name in audit["workloads"]}
+    for entry in audit["dropped_by_task"]:
+        dropped["fast" if int(entry["task"].split("-")[1]) % 2 == 0 else "slow"] += entry["count"]
+    for name, share in audit["workloads"].items():
+        assert share["submitted"] == share["trained"] + dropped[name]
+    trained = [t.episode_id.ordinal for b in learner.batches for t in b]
+    assert len(trained) == len(set(trained)) == loop.total_batches * batch
+    assert all(b == sorted(b, key=lambda t: t.episode_id.ordinal) for b in learner.batches)
+
+
+def test_the_batch_order_rule_is_what_holds_the_bound(monkeypatch):
+    """The guard removed: without rule 2 a slow episode is trained beyond the bound."""
+    monkeypatch.setattr("sao.rollout.staleness.may_start", lambda *args, **kwargs: True)
+    config = make_config(staleness=1, batch=2, steps=12)
+    _, learner, _, _ = drive(config, latency=lambda request: 9.0 if request.task.task_id == "task-0" else 0.1)
+    assert max(learner.staleness) > 1
+
+
+def test_the_admission_rule_is_what_bounds_outstanding(monkeypatch):
+    monkeypatch.setattr("sao.loop.may_admit", lambda *args, **kwargs: True)
+    config = make_config(staleness=1, batch=2, steps=12)
+    _, _, workers, _ = drive(config)
+    assert workers.most > 4
+
+
+def test_bound_zero_is_synchronous():
+    config = make_config(staleness=0, batch=3, steps=5)
+    _, learner, _, engines = drive(config, latency=lambda request: 1.0 + request.episode_id.ordinal % 3)
+    assert engines.history == [1, 2, 3, 4, 5]
+    assert [[t.episode_id.ordinal for t in b] for b in learner.batches] == [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(5)]
+    assert all(t.oldest_version == t.newest_version == i for i, b in enumerate(learner.batches) for t in b)
+
+
+def test_critic_only_steps_do_not_move_the_version():
+    config = make_config(staleness=2, batch=2, steps=3, critic_only=4)
+    loop, learner, _, engines = drive(config)
+    assert len(learner.batches) == 7
+    assert engines.history == [1, 2, 3]
+    assert loop.version == 3
+
+
+def test_overdue_drop_counts_by_task():
+    config = make_config(staleness=1, batch=2, steps=10, overdue="drop")
+    loop, learner, _, _ = drive(config, latency=lambda request: 8.0 if request.task.workload == "slow" else 0.1)
+    assert max(learner.staleness) <= 1
+    assert loop.ledger.dropped["overdue"] > 0
+    assert all(entry["reason"] == "overdue" for entry in loop.ledger.audit()["dropped_by_task"])
+    assert loop.ledger.audit()["closes"]
+
+
+def test_a_failed_episode_is_retried_once_and_its_tokens_are_counted():
+    config = make_config(staleness=1, batch=2, steps=4)
+    loop, _, _, _ = drive(config, fails=lambda request: request.episode_id.ordinal == 3 and request.episode_id.attempt == 0)
+    audit = loop.ledger.audit()
+    assert audit["prompts"]["retried"] == {"environment": 1}
+    assert audit["prompts"]["dropped"] == {}
+    assert audit["tokens"]["dropped"] == {"environment": 3}
+    assert audit["closes"]
+
+
+def test_endless_failure_ends_the_run_with_its_cause():
+    config = make_config(staleness=1, batch=2, steps=4)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        drive(config, fails=lambda request: True)
+    failure = caught.value.subgroup(EnvironmentFailure)
+    assert failure is not None and "scripted failure" in str(failure.exceptions[0])
+
+
+def test_a_raising_learner_ends_the_run():
+    config = make_config(staleness=1, batch=2, steps=4)
+
+    class Broken(CountingLearner):
+        async def step(self, handles, step):
+            raise RuntimeError("boom")
+
+    engines = FakeEngines()
+    loop = TrainingLoop(config, CountingSource(), TimedWorkers(engines, lambda request: 0.1), Broken(config), engines, SilentObserver())
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(loop.run())
+    assert caught.value.subgroup(RuntimeError) is not None
+
+
+def test_phase_critic_trains_no_actor():
+    config = make_config(staleness=1, batch=2, steps=5)
+    config.run.phase = "critic"
+    loop, learner, _, engines = drive(config)
+    assert len(learner.batches) == 5 and loop.version == 0 and engines.history == []
