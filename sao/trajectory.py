@@ -227,7 +227,8 @@ class Trajectory:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "episode_id", EpisodeId(*self.episode_id))
+        identity = (self.episode_id,) if isinstance(self.episode_id, int) else self.episode_id
+        object.__setattr__(self, "episode_id", EpisodeId(*identity))
         object.__setattr__(self, "segments", tuple(self.segments))
         if not math.isfinite(self.reward):
             raise ContractError(f"reward {self.reward} of episode {self.episode_id} is not finite")
