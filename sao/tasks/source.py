@@ -1,0 +1,163 @@
+"""Where tasks come from: the protocol, and the sources that a configuration asks for.
+
+Which source an environment gets: rows of its own `env.data_path` if that is set; alone, rows of `data.path` if that is set; in a mixture its
+generator if it has one, else rows of `data.path`; otherwise its generator.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from sao.config import Config, EnvConfig, RewardConfig
+from sao.environment import Task
+from sao.errors import ConfigError
+from sao.tasks.mixture import Mixture, interleave, shares_of
+from sao.tasks.procedural import ProceduralSource
+from sao.tasks.row_source import RowSource, held_out_of_rows
+from sao.tasks.rows import RowFormat, Rows, open_rows
+from sao.tasks.target import load_environment
+
+__all__ = ["TaskSource", "build_held_out", "build_source", "environment_args", "load_environment"]
+
+
+class TaskSource(Protocol):
+    """A stream of tasks that never ends. Its whole state is a cursor: loading one seeks, it never replays what came before."""
+
+    name: str
+
+    @property
+    def length(self) -> int | None:
+        """Tasks of one epoch, or None for a generator."""
+        ...
+
+    def next(self) -> Task:
+        """The task at the cursor, which moves on by one."""
+        ...
+
+    def held_out(self, n: int) -> list[Task]:
+        """At most n tasks that `next` never returns, the same ones at any time; empty when there are none."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor, JSON-compatible."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def metrics(self) -> dict[str, float]:
+        """`rollout/tasks/<environment>`, `rollout/epoch/<environment>` (rows) and `rollout/share/<environment>` (mixtures)."""
+        ...
+
+
+def build_source(config: Config, env_configs: Sequence[EnvConfig]) -> TaskSource:
+    """The training stream of a configuration; also opens and checks the held-out files.
+
+    env_configs: the resolved environments of `data.mixture`, or `config.env` alone. Raises ConfigError or DataError with the mend.
+    """
+    weights = _weights(config, env_configs)
+    sources = [_source(config, env, alone=len(env_configs) == 1) for env in env_configs]
+    return Mixture(sources, weights) if weights else sources[0]
+
+
+def build_held_out(config: Config, env_configs: Sequence[EnvConfig], n: int | None = None) -> list[Task]:
+    """At most n held-out tasks (default `eval.tasks`), without reading the training rows: equal to `build_source(...).held_out(n)`."""
+    n = config.eval.tasks if n is None else n
+    weights = _weights(config, env_configs)
+    shares = shares_of({env.name: weights.get(env.name, 0.0) for env in env_configs}) if weights else {env.name: 1.0 for env in env_configs}
+    lists = {env.name: _held_out(config, env, len(env_configs) == 1, n) for env in env_configs if shares[env.name] > 0}
+    return interleave(lists, shares, n)
+
+
+def environment_args(env: EnvConfig, reward: RewardConfig) -> dict[str, Any]:
+    """The keyword arguments of an environment class: `env.args`, and `reward` where its constructor takes one.
+
+    Keys of `env.args.reward` win over the run's reward configuration, so that environments of a mixture can have different rewards.
+    """
+    args = dict(env.args)
+    if "reward" in inspect.signature(load_environment(env.target)).parameters:
+        args["reward"] = {**asdict(reward), **dict(args.get("reward") or {})}
+    return args
+
+
+def _weights(config: Config, env_configs: Sequence[EnvConfig]) -> dict[str, float]:
+    """The mixture's weights, empty for a single environment."""
+    names = [env.name for env in env_configs]
+    if not names:
+        raise ConfigError("no environment is configured; set env=NAME")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"two environments are called {twice[0]!r}; give each its own env.name")
+    weights = dict(config.data.mixture)
+    if not weights:
+        if len(names) > 1:
+            raise ConfigError(f"{len(names)} environments but no data.mixture; give each a weight")
+        return {}
+    for name in weights:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+            raise ConfigError(f"data.mixture.{name}: there is no such environment; {hint}")
+    shares_of(weights)
+    return weights
+
+
+def _generator(env: EnvConfig) -> type | None:
+    environment = load_environment(env.target)
+    return environment if callable(getattr(environment, "generate_payload", None)) else None
+
+
+def _task_file(config: Config, env: EnvConfig, alone: bool) -> tuple[str, str]:
+    """The path and its configuration key; an empty path where the environment generates its tasks."""
+    if env.data_path:
+        return env.data_path, "env.data_path"
+    if config.data.path and (alone or _generator(env) is None):
+        return config.data.path, "data.path"
+    if _generator(env) is None:
+        raise ConfigError(f"env={env.name} makes no tasks of its own; set data.path to a file of tasks (.jsonl, .parquet) or to a data set")
+    return "", ""
+
+
+def _eval_file(config: Config, env: EnvConfig, task_key: str) -> tuple[str, str]:
+    if env.eval_path:
+        return env.eval_path, "env.eval_path"
+    return (config.data.eval_path, "data.eval_path") if task_key == "data.path" else ("", "")
+
+
+def _generator_args(env: EnvConfig) -> dict[str, Any]:
+    return {name: value for name, value in env.args.items() if name != "reward"}
+
+
+def _open(config: Config, path: str, key: str) -> Rows:
+    form = RowFormat(config.data.prompt_column, config.data.max_prompt_chars)
+    return open_rows(path, key=key, split=config.data.split, form=form)
+
+
+def _source(config: Config, env: EnvConfig, alone: bool) -> TaskSource:
+    path, key = _task_file(config, env, alone)
+    if not path:
+        return ProceduralSource(load_environment(env.target), name=env.name, seed=config.seed, args=_generator_args(env), workload=env.workload)
+    eval_path, eval_key = _eval_file(config, env, key)
+    return RowSource(
+        _open(config, path, key),
+        name=env.name,
+        seed=config.seed,
+        held_out_rows=_open(config, eval_path, eval_key) if eval_path else None,
+        shuffle=config.data.shuffle,
+        prompt_column=config.data.prompt_column,
+        workload=env.workload,
+    )
+
+
+def _held_out(config: Config, env: EnvConfig, alone: bool, n: int) -> list[Task]:
+    path, key = _task_file(config, env, alone)
+    if not path:
+        return _source(config, env, alone).held_out(n)
+    eval_path, eval_key = _eval_file(config, env, key)
+    if not eval_path:
+        return []
+    rows = _open(config, eval_path, eval_key)
+    return held_out_of_rows(rows, n, name=env.name, seed=config.seed, prompt_column=config.data.prompt_column, workload=env.workload)

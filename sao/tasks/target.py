@@ -1,0 +1,68 @@
+"""Finding a class or function that a configuration names as `package.module:attribute`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from typing import Any
+
+from sao.errors import ConfigError
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """`Type: message` of an exception, on one line and at most `limit` characters."""
+    text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def load_target(target: str, key: str) -> Any:
+    """Import `package.module:attribute` and return the attribute.
+
+    The working directory is importable, as it is for `python script.py`. `key` is the configuration key that holds the target.
+
+    Raises ConfigError naming the key: wrong form, no such module, a module that raises when imported, or no such attribute.
+    """
+    module_name, separator, attribute = target.partition(":")
+    if not separator or not module_name or not attribute or not all(part.isidentifier() for part in module_name.split(".")):
+        raise ConfigError(f"{key}={target!r} is not of the form package.module:name")
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        # Appended, not prepended: a console script lacks this entry, and a stray file in it must not shadow an installed package.
+        sys.path.append(here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            mend = f"install it or start from the directory that holds it ({here} is searched)"
+            raise ConfigError(f"{key}={target}: there is no module {error.name!r}; {mend}") from error
+        raise ConfigError(f"{key}={target}: importing {module_name} needs the module {error.name!r}, which is not installed") from error
+    except Exception as error:
+        raise ConfigError(f"{key}={target}: importing {module_name} failed with {one_line(error)}") from error
+    value: Any = module
+    for part in attribute.split("."):
+        if not hasattr(value, part):
+            near = difflib.get_close_matches(part, [name for name in dir(value) if not name.startswith("_")], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{key}={target}: {module_name} has no {part!r}{hint}")
+        value = getattr(value, part)
+    return value
+
+
+def load_environment(target: str, key: str = "env.target") -> type:
+    """Import an environment class named `package.module:Class`.
+
+    Raises ConfigError naming `key` when the target cannot be imported, is not a class, or lacks a method of `sao.environment.Environment`.
+    """
+    value = load_target(target, key)
+    if not inspect.isclass(value):
+        raise ConfigError(f"{key}={target} is not a class; name the class that implements reset, step, tools and close")
+    missing = [name for name in ("reset", "step", "tools", "close") if not callable(getattr(value, name, None))]
+    if missing:
+        raise ConfigError(f"{key}={target} is not an environment: it has no {', '.join(missing)}; see sao.environment.Environment")
+    for name in ("reset", "step", "close"):
+        if not inspect.iscoroutinefunction(getattr(value, name)):
+            raise ConfigError(f"{key}={target}: {name} must be a coroutine; write `async def {name}`")
+    return value
