@@ -25,12 +25,16 @@ class DataError(UserError):
 
 
 class SystemFailure(SaoError):
-    """Something broke while running. `reason` is the short name under which the ledger counts it."""
+    """Something broke while running.
+
+    `reason` is the short name under which the ledger counts it; `sampled_tokens` are the tokens lost with it (set by the turn loop).
+    """
 
     reason = "system"
+    sampled_tokens: int = 0
 
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), self.args
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), self.args, self.__dict__
 
 
 class EngineFailure(SystemFailure):
