@@ -212,7 +212,7 @@ class _JsonLines:
 
 def _parse_line(line: bytes) -> Any:
     try:
-        text = line.decode("utf-8-sig")
+        text = line.decode("utf-8-sig").rstrip()
     except UnicodeDecodeError as error:
         raise BadRow(f"invalid UTF-8 at byte {error.start + 1} of the line") from error
     try:
@@ -309,9 +309,9 @@ def _import_datasets(source: str) -> Any:
 
 
 def _load_directory(directory: Path, source: str, split: str) -> Any:
-    datasets = _import_datasets(source)
     if not any((directory / name).exists() for name in ("dataset_dict.json", "dataset_info.json", "state.json")):
         raise DataError(f"{source} is a directory that `datasets` did not save; {FORMS}")
+    datasets = _import_datasets(source)
     try:
         loaded = datasets.load_from_disk(str(directory))
     except Exception as error:

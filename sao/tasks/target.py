@@ -27,7 +27,7 @@ def load_target(target: str, key: str) -> Any:
     """
     module_name, separator, attribute = target.partition(":")
     if not separator or not module_name or not attribute or not all(part.isidentifier() for part in module_name.split(".")):
-        raise ConfigError(f"{key}={target!r} is not of the form package.module:name")
+        raise ConfigError(f"{key}={target} is not of the form package.module:name")
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         # Appended, not prepended: a console script lacks this entry, and a stray file in it must not shadow an installed package.
