@@ -123,7 +123,9 @@ def _precheck(overrides: Sequence[str]) -> None:
         if not _is_known(key):
             section = any(k.startswith(f"{key}.") for k in leaf_keys())
             if section:
-                raise ConfigError(f"{key} is a section, not a value: set one of its keys, for instance {next(k for k in leaf_keys() if k.startswith(key + '.'))!r}")
+                raise ConfigError(
+                    f"{key} is a section, not a value: set one of its keys, for instance {next(k for k in leaf_keys() if k.startswith(key + '.'))!r}"
+                )
             raise ConfigError(f"unknown key {key!r}{nearest(key)}")
 
 
@@ -237,13 +239,24 @@ def _check_ranges(config: Config) -> None:
     )  # fmt: skip
     for key in positive:
         _refuse(value_of(config, key) <= 0, f"{key}={value_of(config, key)} must be above 0")
-    not_negative = ("rollout.staleness", "rollout.retries", "critic.critic_only_steps", "algo.kl_coef", "algo.entropy_coef", "algo.whiten_patience", "launcher.num_cpus")
+    not_negative = (
+        "rollout.staleness",
+        "rollout.retries",
+        "critic.critic_only_steps",
+        "algo.kl_coef",
+        "algo.entropy_coef",
+        "algo.whiten_patience",
+        "launcher.num_cpus",
+    )
     for key in not_negative:
         _refuse(value_of(config, key) < 0, f"{key}={value_of(config, key)} must not be negative")
     shares = ("algo.gamma", "algo.lambda_critic", "warmstart.clean_share", "engine.gpu_memory_utilization")
     for key in shares:
         _refuse(not 0 <= value_of(config, key) <= 1, f"{key}={value_of(config, key)} must lie in [0, 1]")
-    _refuse(not 0 < config.algo.eps_low <= 1, f"algo.eps_low={config.algo.eps_low} must lie in (0, 1]: it is an epsilon, the lower bound of the ratio is 1 - eps_low")
+    _refuse(
+        not 0 < config.algo.eps_low <= 1,
+        f"algo.eps_low={config.algo.eps_low} must lie in (0, 1]: it is an epsilon, the lower bound of the ratio is 1 - eps_low",
+    )
     if config.algo.lambda_policy is not None:
         _refuse(not 0 <= config.algo.lambda_policy <= 1, f"algo.lambda_policy={config.algo.lambda_policy} must lie in [0, 1] or be null")
     for name, optimizer in (("policy", config.optim.policy), ("critic", config.optim.critic)):
@@ -258,14 +271,20 @@ def _check_optimizer(key: str, optimizer: OptimizerConfig, steps: int) -> None:
     _refuse(optimizer.lr < 0, f"{key}.lr={optimizer.lr} must not be negative (0 freezes the model)")
     _refuse(len(optimizer.betas) != 2 or not all(0 <= b < 1 for b in optimizer.betas), f"{key}.betas={optimizer.betas} must be two numbers in [0, 1)")
     _refuse(optimizer.grad_clip <= 0, f"{key}.grad_clip={optimizer.grad_clip} must be above 0")
-    _refuse(optimizer.warmup_steps < 0 or optimizer.warmup_steps > steps, f"{key}.warmup_steps={optimizer.warmup_steps} must lie between 0 and train.steps={steps}")
+    _refuse(
+        optimizer.warmup_steps < 0 or optimizer.warmup_steps > steps,
+        f"{key}.warmup_steps={optimizer.warmup_steps} must lie between 0 and train.steps={steps}",
+    )
     _refuse(not 0 <= optimizer.final_lr_ratio <= 1, f"{key}.final_lr_ratio={optimizer.final_lr_ratio} must lie in [0, 1]")
 
 
 def _check_sampling(config: Config) -> None:
     sampling = config.rollout.sampling
     why = "the importance ratio holds only for the raw softmax; use it in evaluation, not in training"
-    _refuse(sampling.temperature <= 0, f"rollout.sampling.temperature={sampling.temperature} is refused for training: greedy tokens have no distribution; use 1.0")
+    _refuse(
+        sampling.temperature <= 0,
+        f"rollout.sampling.temperature={sampling.temperature} is refused for training: greedy tokens have no distribution; use 1.0",
+    )
     _refuse(sampling.top_p != 1.0, f"rollout.sampling.top_p={sampling.top_p} is refused for training: {why} (set 1.0)")
     _refuse(sampling.top_k != 0, f"rollout.sampling.top_k={sampling.top_k} is refused for training: {why} (set 0)")
     _refuse(sampling.min_p != 0.0, f"rollout.sampling.min_p={sampling.min_p} is refused for training: {why} (set 0.0)")
@@ -285,11 +304,21 @@ def _check_combinations(config: Config) -> None:
         bool(config.model.path) and bool(config.model.factory) and not config.model.path.strip(),
         "model.path is blank; name a Hugging Face directory or leave it empty to use model.factory",
     )
-    _refuse(not config.model.path and not config.model.factory, "model.path is empty: name a local Hugging Face directory or hub id, or choose model=demo")
-    _refuse(rollout.max_turn_tokens >= rollout.max_tokens, f"rollout.max_turn_tokens={rollout.max_turn_tokens} must be below rollout.max_tokens={rollout.max_tokens}")
+    _refuse(
+        not config.model.path and not config.model.factory, "model.path is empty: name a local Hugging Face directory or hub id, or choose model=demo"
+    )
+    _refuse(
+        rollout.max_turn_tokens >= rollout.max_tokens,
+        f"rollout.max_turn_tokens={rollout.max_turn_tokens} must be below rollout.max_tokens={rollout.max_tokens}",
+    )
     limit = config.engine.max_model_len
-    _refuse(0 < limit < rollout.max_tokens, f"rollout.max_tokens={rollout.max_tokens} exceeds engine.max_model_len={limit}; lower the first or raise the second")
-    _refuse(config.run.phase == "critic" and config.critic.path != "", "critic.path is set with run.phase=critic, which starts a fresh critic; empty it")
+    _refuse(
+        0 < limit < rollout.max_tokens,
+        f"rollout.max_tokens={rollout.max_tokens} exceeds engine.max_model_len={limit}; lower the first or raise the second",
+    )
+    _refuse(
+        config.run.phase == "critic" and config.critic.path != "", "critic.path is set with run.phase=critic, which starts a fresh critic; empty it"
+    )
     _refuse(
         config.env.name == "single_turn" and not config.data.mixture and not config.data.path,
         "env=single_turn needs tasks: set data.path to a .jsonl or .parquet file, a datasets directory or a hub id",

@@ -124,5 +124,3 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
         else:
             leaves.append(error)
     return next((leaf for leaf in leaves if isinstance(leaf, SaoError)), leaves[0])
-
-

@@ -54,7 +54,9 @@ async def evaluate(
     if not finished:
         from sao.errors import EnvironmentFailure
 
-        raise EnvironmentFailure(f"evaluation {name}: all {len(failures)} episodes failed, the last with {failures[-1].reason}: {failures[-1].message}")
+        raise EnvironmentFailure(
+            f"evaluation {name}: all {len(failures)} episodes failed, the last with {failures[-1].reason}: {failures[-1].message}"
+        )
     rewards = np.array([meta.reward for meta in finished], dtype=np.float64)
     low, high = bootstrap_interval(rewards, seed=seed)
     environments = sorted({task.environment for task in tasks})

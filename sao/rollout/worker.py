@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 from sao.agents.renderer import load_renderer
@@ -17,7 +16,7 @@ from sao.inference.pool import EnginePool
 from sao.inference.protocol import GenerateRequest, Generation
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
 from sao.rollout.staleness import Finished
-from sao.tasks.source import load_environment
+from sao.tasks.source import environment_args, load_environment
 from sao.trajectory import SamplingSpec, Trajectory
 
 log = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ class EpisodeWorker:
         from transformers import AutoTokenizer
 
         self.config = config
-        self.environments = {env.name: (load_environment(env.target), environment_args(env, config)) for env in env_configs}
+        self.environments = {env.name: (load_environment(env.target), environment_args(env, config.reward)) for env in env_configs}
         tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=config.model.trust_remote_code)
         self.renderer = load_renderer(config.model.renderer, tokenizer)
         self.pool = EnginePool(engines)
@@ -74,8 +73,6 @@ class EpisodeWorker:
             return self.pool.generate
 
         async def pinned(call: GenerateRequest) -> Generation:
-            from dataclasses import replace
-
             return await self.pool.generate(replace(call, purpose=request.purpose, pinned_version=request.version))
 
         return pinned
@@ -97,11 +94,3 @@ class EpisodeWorker:
             shutdown = getattr(environment_class, "shutdown", None)
             if shutdown is not None:
                 await shutdown()
-
-
-def environment_args(env: EnvConfig, config: Config) -> dict[str, Any]:
-    """The keyword arguments of the environment class: `env.args`, and the reward configuration where the class asks for it."""
-    args = dict(env.args)
-    if "reward" in inspect.signature(load_environment(env.target)).parameters:
-        args["reward"] = asdict(config.reward)
-    return args

@@ -50,8 +50,9 @@ def engine_environment(threads: int) -> dict[str, str]:
     }
 
 
-def _own_log(name: str, run_dir: str) -> None:
-    """Send everything this process prints, C++ included, to logs/<name>.log of the run."""
+def _set_up(name: str, run_dir: str, environment: Mapping[str, str]) -> None:
+    """Before anything heavy is imported: the thread environment, and everything this process prints, C++ included, into logs/<name>.log."""
+    os.environ.update(environment)
     path = Path(run_dir) / "logs" / f"{name}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -67,7 +68,7 @@ class EngineActor:
     """One vLLM engine; an async actor, so that many requests are in flight at once."""
 
     def __init__(self, name: str, model_path: str, config: Config, run_dir: str) -> None:
-        _own_log(name, run_dir)
+        _set_up(name, run_dir, engine_environment(config.engine.threads))
         started = time.monotonic()
         from sao.inference.vllm_engine import VllmEngine
 
@@ -78,7 +79,6 @@ class EngineActor:
         return {"pid": os.getpid(), "start_s": self.start_s}
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        from sao.inference.protocol import Generation
         from sao.inference.streams import join
 
         chunks: list[Generation] = [chunk async for chunk in self.engine.generate(request)]
@@ -101,8 +101,10 @@ class EngineActor:
 class WorkerActor:
     """Runs many episodes at once on one event loop."""
 
-    def __init__(self, name: str, model_path: str, config: Config, env_configs: Sequence[EnvConfig], engines: Mapping[str, Any], run_dir: str) -> None:
-        _own_log(name, run_dir)
+    def __init__(
+        self, name: str, model_path: str, config: Config, env_configs: Sequence[EnvConfig], engines: Mapping[str, Any], run_dir: str
+    ) -> None:
+        _set_up(name, run_dir, thread_environment(1))
         from sao.rollout.worker import EpisodeWorker
         from sao.runtime.remote import RemoteEngine
 
@@ -123,7 +125,7 @@ class LearnerActor:
     """Trains policy and critic; one call at a time."""
 
     def __init__(self, name: str, model_path: str, config: Config, total_steps: int, run_dir: str) -> None:
-        _own_log(name, run_dir)
+        _set_up(name, run_dir, thread_environment(config.learner.threads))
         from concurrent.futures import ThreadPoolExecutor
 
         from sao.learner.learner import TorchLearner

@@ -8,18 +8,36 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sao.config import Config, EnvConfig
 from sao.errors import EngineFailure, SystemFailure, UserError
 from sao.inference.pool import EnginePool
 from sao.inference.protocol import EngineSnapshot, PublishReport
-from sao.runtime.actors import EngineActor, LearnerActor, WorkerActor, engine_environment, gather_ready, thread_environment
+from sao.runtime.actors import EngineActor, LearnerActor, WorkerActor, gather_ready, thread_environment
 from sao.runtime.remote import RemoteEngine, RemoteLearner, RemoteWorkers
 from sao.runtime.run_folder import write_atomically
 
 SNAPSHOT_EVERY_S = 1.0
 EPISODE_GRACE_S = 30.0
+CONCURRENCY = 4096  # calls an async actor holds at once
+
+
+class GpuShares(NamedTuple):
+    """Ray's num_gpus of one engine replica and of the learner."""
+
+    engine: float
+    learner: float
+
+
+def gpu_shares(config: Config, *, has_gpus: bool) -> GpuShares:
+    """A replica on one GPU may share it with the learner; a tensor-parallel replica takes whole ones."""
+    if not has_gpus:
+        return GpuShares(0, 0)
+    whole = config.engine.tensor_parallel_size > 1
+    engine = float(config.engine.tensor_parallel_size) if whole else config.engine.gpu_memory_utilization
+    learner = 0.0 if config.learner.device == "cpu" else (1.0 if whole else 1.0 - config.engine.gpu_memory_utilization)
+    return GpuShares(engine, learner)
 
 
 class Cluster:
@@ -71,7 +89,9 @@ class Cluster:
             try:
                 ray.init(address=launcher.ray_address, log_to_driver=False, logging_level="error")
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise UserError(f"launcher.ray_address={launcher.ray_address} cannot be joined ({error}); start a cluster with `ray start --head`") from None
+                raise UserError(
+                    f"launcher.ray_address={launcher.ray_address} cannot be joined ({error}); start a cluster with `ray start --head`"
+                ) from None
         else:
             ray.init(
                 num_cpus=launcher.num_cpus or None,
@@ -89,28 +109,19 @@ class Cluster:
         import ray
 
         config, run_dir = self.config, str(self.run_dir)
-        gpus = ray.cluster_resources().get("GPU", 0) > 0
-        self.gpus = gpus
+        gpus = gpu_shares(config, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
         engine_class, learner_class, worker_class = ray.remote(EngineActor), ray.remote(LearnerActor), ray.remote(WorkerActor)
         for index in range(config.engine.replicas):
             name = f"engine-{index}"
-            self.actors[name] = engine_class.options(
-                num_cpus=0,
-                num_gpus=config.engine.tensor_parallel_size * config.engine.gpu_memory_utilization if gpus and config.engine.tensor_parallel_size == 1 else config.engine.tensor_parallel_size * gpus,
-                max_restarts=0,
-                max_concurrency=4096,
-                runtime_env={"env_vars": engine_environment(config.engine.threads)},
-            ).remote(name, self.model_path, config, run_dir)
-        self.actors["learner"] = learner_class.options(
-            num_cpus=0,
-            num_gpus=(1.0 - config.engine.gpu_memory_utilization if config.engine.tensor_parallel_size == 1 else 1.0) if gpus and config.learner.device != "cpu" else 0,
-            max_restarts=0,
-            runtime_env={"env_vars": thread_environment(config.learner.threads)},
-        ).remote("learner", self.model_path, config, self.total_batches, run_dir)
-        engines = {name: actor for name, actor in self.actors.items() if name.startswith("engine-")}
+            options = {"num_cpus": 0, "num_gpus": gpus.engine, "max_restarts": 0, "max_concurrency": CONCURRENCY}
+            self.actors[name] = engine_class.options(**options).remote(name, self.model_path, config, run_dir)
+        engines = dict(self.actors)
+        self.actors["learner"] = learner_class.options(num_cpus=0, num_gpus=gpus.learner, max_restarts=0).remote(
+            "learner", self.model_path, config, self.total_batches, run_dir
+        )
         for index in range(config.rollout.workers):
             name = f"worker-{index}"
-            worker = worker_class.options(num_cpus=0, max_restarts=0, max_concurrency=4096, runtime_env={"env_vars": thread_environment(1)})
+            worker = worker_class.options(num_cpus=0, max_restarts=0, max_concurrency=CONCURRENCY)
             self.actors[name] = worker.remote(name, self.model_path, config, self.env_configs, engines, run_dir)
 
     async def _await_ready(self) -> None:

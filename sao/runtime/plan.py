@@ -52,7 +52,9 @@ class Plan:
         lines = [f"{'actor':<12} {'memory':>10}  threads  what"]
         lines += [f"{a.name:<12} {a.memory_mb:>7} MB  {a.threads:>7}  {a.what}" for a in self.actors]
         machine = self.machine
-        lines.append(f"{'together':<12} {self.memory_mb:>7} MB           of {machine.available_mb} MB available, {machine.cores} cores, {machine.gpus} GPUs")
+        lines.append(
+            f"{'together':<12} {self.memory_mb:>7} MB           of {machine.available_mb} MB available, {machine.cores} cores, {machine.gpus} GPUs"
+        )
         return "\n".join(lines)
 
 

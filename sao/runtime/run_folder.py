@@ -30,7 +30,7 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(self.path / "run.lock", "a+")  # noqa: SIM115  held for the life of the run
+            lock = open(self.path / "run.lock", "a+")
         except OSError as error:
             raise UserError(f"run.dir={self.path} cannot be written ({error.strerror}); choose another folder") from None
         try:
