@@ -61,6 +61,31 @@ def read(path: Path, columns: Sequence[str]) -> pa.Table:
         return file.read(columns=list(columns), use_threads=False).select(list(columns))
 
 
+def numpy_column(values: pa.ChunkedArray) -> NDArray[Any]:
+    """A column of numbers or booleans without nulls as numpy."""
+    return np.concatenate([_values(chunk) for chunk in values.chunks]) if values.num_chunks else np.zeros(0, _NUMPY[values.type])
+
+
+def list_views(values: pa.ChunkedArray) -> list[Any]:
+    """One numpy array per row of a list column, None where the row is null."""
+    rows: list[Any] = []
+    for chunk in values.chunks:
+        items = _values(chunk.values)
+        offsets = np.frombuffer(chunk.buffers()[1], np.int32)[chunk.offset : chunk.offset + len(chunk) + 1]
+        rows += [items[a:b] if ok else None for a, b, ok in zip(offsets[:-1], offsets[1:], chunk.is_valid().to_pylist(), strict=True)]
+    return rows
+
+
+def _values(chunk: pa.Array) -> NDArray[Any]:
+    dtype = _NUMPY[chunk.type]
+    buffer = chunk.buffers()[1]
+    if buffer is None:
+        return np.zeros(0, dtype)
+    if dtype is np.bool_:
+        return np.unpackbits(np.frombuffer(buffer, np.uint8), bitorder="little")[chunk.offset : chunk.offset + len(chunk)].astype(bool)
+    return np.frombuffer(buffer, dtype)[chunk.offset : chunk.offset + len(chunk)]
+
+
 def _validity(values: Sequence[Any]) -> pa.Buffer | None:
     present = np.array([value is not None for value in values], bool)
     return None if present.all() else _data(present)

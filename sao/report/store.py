@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from sao.errors import DataError
 from sao.learner.protocol import SegmentRecord
-from sao.report.arrow import column, list_column, read
+from sao.report.arrow import column, list_column, list_views, numpy_column, read
 from sao.trajectory import EpisodeId, FinishReason, SamplingSpec, Segment, Trajectory, TurnTiming
 
 FOLDER = "trajectories"
@@ -161,12 +161,12 @@ def read_trajectories(run_dir: Path | str, steps: Iterable[int] | None = None, e
     found: list[StoredEpisode] = []
     for step in stored_steps(run_dir) if steps is None else steps:
         table = _read(step_path(run_dir, step), SCHEMA.names)
-        ordinals = table["episode_ordinal"].to_numpy()
-        attempts = table["attempt"].to_numpy()
+        ordinals = numpy_column(table["episode_ordinal"])
+        attempts = numpy_column(table["attempt"])
         new = np.ones(len(ordinals), bool)
         new[1:] = (ordinals[1:] != ordinals[:-1]) | (attempts[1:] != attempts[:-1])
         bounds = [*np.flatnonzero(new).tolist(), len(ordinals)]
-        lists = {name: _views(table[name]) for name in (*TOKEN_COLUMNS, *RECORD_COLUMNS)}
+        lists = {name: list_views(table[name]) for name in (*TOKEN_COLUMNS, *RECORD_COLUMNS)}
         scalars = {name: table[name].to_pylist() for name in (*_SCALARS, *_LISTS)}
         for start, end in pairwise(bounds):
             if episode is None or ordinals[start] == episode:
@@ -222,15 +222,6 @@ def _segment_columns(index: int, segment: Segment | None) -> dict[str, Any]:
             for name, array in side.items()
         ],
     }
-
-
-def _views(column: pa.ChunkedArray) -> list[Any]:
-    """One numpy array per row, None where the row has no list."""
-    array = column.combine_chunks()
-    offsets = array.offsets.to_numpy()
-    values = array.values.to_numpy(zero_copy_only=False)
-    present = array.is_valid().to_pylist()
-    return [values[a:b] if ok else None for a, b, ok in zip(offsets[:-1], offsets[1:], present, strict=True)]
 
 
 def _episode(scalars: Mapping[str, list[Any]], lists: Mapping[str, list[Any]], rows: range) -> StoredEpisode:

@@ -100,7 +100,7 @@ def assert_same(a: Trajectory, b: Trajectory) -> None:
             np.testing.assert_array_equal(right.side[name], array)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(batch=batches(), version=st.integers(0, 2**30))
 def test_what_is_written_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, batch: tuple[list[Trajectory], list[SegmentRecord]], version: int
@@ -151,7 +151,7 @@ def test_columns_are_read_without_the_tokens(tmp_path: Path) -> None:
         trajectory, record = simple(step)
         writer.write(step, [trajectory], [record], 7)
     table = read_columns(tmp_path, columns=["step", "staleness", "reward"])
-    assert table.to_pydict() == {"step": [1, 2], "staleness": [2, 2], "reward": [1.0, 1.0]}
+    assert {name: table[name].to_pylist() for name in table.column_names} == {"step": [1, 2], "staleness": [2, 2], "reward": [1.0, 1.0]}
     assert stored_steps(tmp_path) == [1, 2] and read_columns(tmp_path / "none").num_rows == 0
 
 
