@@ -163,9 +163,9 @@ def _compose_raw(overrides: Sequence[str]) -> Config:
 
 
 def _open_key(text: str) -> str:
-    """Let a key below an open mapping be set without Hydra's `+`."""
+    """Let an open mapping, or a key below one, be set without Hydra's `+`."""
     key = text.split("=", 1)[0]
-    return f"++{text}" if any(key.startswith(f"{open_}.") for open_ in OPEN_KEYS) else text
+    return f"++{text}" if any(key == open_ or key.startswith(f"{open_}.") for open_ in OPEN_KEYS) else text
 
 
 def _one_sentence(error: BaseException) -> str:

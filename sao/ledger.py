@@ -152,9 +152,7 @@ class Ledger:
             "workloads": {
                 name: {"submitted": count, "trained": self.trained_by_workload[name]} for name, count in sorted(self.submitted_by_workload.items())
             },
-            "dropped_by_task": [
-                {"reason": reason, "task": task, "count": count} for (reason, task), count in self.dropped_by_task.most_common(50)
-            ],
+            "dropped_by_task": [{"reason": reason, "task": task, "count": count} for (reason, task), count in self.dropped_by_task.most_common(50)],
         }
 
     def metrics(self) -> dict[str, float]:

@@ -188,9 +188,7 @@ class TrainingLoop:
                 await self._publish()
             self._signal()
             done = time.monotonic()
-            self.observer.step(
-                StepRow(step, report, batch, version_before, got_batch - started, learned - got_batch, done - learned, done - started)
-            )
+            self.observer.step(StepRow(step, report, batch, version_before, got_batch - started, learned - got_batch, done - learned, done - started))
 
     async def _next_batch(self, *, advance: bool) -> list[Finished[Any]]:
         """Wait until rule 2 lets a step start; take its batch."""

@@ -97,7 +97,11 @@ class TimedWorkers:
     """Each episode takes `latency(request)` seconds and fails when `fails(request)`; its tokens carry the versions published meanwhile."""
 
     def __init__(
-        self, engines: FakeEngines, latency: Callable[[EpisodeRequest], float], fails: Callable[[EpisodeRequest], bool] = lambda request: False, limit: float = float("inf")
+        self,
+        engines: FakeEngines,
+        latency: Callable[[EpisodeRequest], float],
+        fails: Callable[[EpisodeRequest], bool] = lambda request: False,
+        limit: float = float("inf"),
     ) -> None:
         self.engines, self.latency, self.fails, self.limit = engines, latency, fails, limit
         self.running = 0

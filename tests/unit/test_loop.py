@@ -15,7 +15,9 @@ from tests.fakes import CountingLearner, CountingSource, FakeEngines, SilentObse
 from tests.virtual_time import Deadlock, run
 
 
-def make_config(*, staleness: int, batch: int = 4, steps: int = 8, critic_only: int = 0, overdue: str = "wait", retries: int = 1, every: int = 1) -> Config:
+def make_config(
+    *, staleness: int, batch: int = 4, steps: int = 8, critic_only: int = 0, overdue: str = "wait", retries: int = 1, every: int = 1
+) -> Config:
     config = Config()
     config.train.batch_size, config.train.steps = batch, steps
     config.critic.critic_only_steps = critic_only
@@ -24,7 +26,15 @@ def make_config(*, staleness: int, batch: int = 4, steps: int = 8, critic_only: 
     return config
 
 
-def drive(config: Config, classes=("fast", "slow"), latency=lambda request: 1.0, fails=lambda request: False, limit=float("inf"), step_s=lambda step: 1.0, publish_s=0.1):
+def drive(
+    config: Config,
+    classes=("fast", "slow"),
+    latency=lambda request: 1.0,
+    fails=lambda request: False,
+    limit=float("inf"),
+    step_s=lambda step: 1.0,
+    publish_s=0.1,
+):
     engines = FakeEngines(publish_s)
     workers = TimedWorkers(engines, latency, fails, limit)
     learner = CountingLearner(config, step_s)

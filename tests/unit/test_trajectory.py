@@ -59,13 +59,24 @@ def test_the_outcome_sits_on_the_last_action_token_wherever_observations_trail()
 
 def test_turn_rewards_sit_on_each_turns_last_action_token():
     mask = [False, True, True, False, True, False]
-    whole = Trajectory(0, "t", "e", (segment(mask),), reward=1.5, finish=FinishReason.terminal(), admitted_version=0, turn_rewards=np.array([0.5, 1.0]))
+    whole = Trajectory(
+        0, "t", "e", (segment(mask),), reward=1.5, finish=FinishReason.terminal(), admitted_version=0, turn_rewards=np.array([0.5, 1.0])
+    )
     assert whole.token_rewards()[0].tolist() == [0, 0, 0.5, 0, 1.0, 0]
     for wrong in ([1.5], [0.5, 0.5]):
         with pytest.raises(ContractError):
             Trajectory(0, "t", "e", (segment(mask),), reward=1.5, finish=FinishReason.terminal(), admitted_version=0, turn_rewards=np.array(wrong))
     with pytest.raises(ContractError, match="several only the outcome"):
-        Trajectory(0, "t", "e", (segment(mask), segment(mask)), reward=1.5, finish=FinishReason.terminal(), admitted_version=0, turn_rewards=np.array([0.5, 1.0]))
+        Trajectory(
+            0,
+            "t",
+            "e",
+            (segment(mask), segment(mask)),
+            reward=1.5,
+            finish=FinishReason.terminal(),
+            admitted_version=0,
+            turn_rewards=np.array([0.5, 1.0]),
+        )
 
 
 def test_no_action_token_must_be_failed():

@@ -9,8 +9,6 @@ import subprocess
 import time
 from typing import Any
 
-import numpy as np
-
 
 def length(completion: str, row: dict[str, Any]) -> float:
     return float(len(completion))
@@ -68,6 +66,8 @@ async def behave_async(completion: str, row: dict[str, Any]) -> Any:
 
 
 def values(completion: str, row: dict[str, Any]) -> Any:
+    import numpy as np  # here, because every worker process of these tests imports this file
+
     return {"int": 2, "bool": True, "float32": np.float32(0.5), "array": np.array(0.25), "bool_": np.bool_(True)}[completion]
 
 

@@ -187,8 +187,8 @@ def test_the_event_loop_is_not_blocked() -> None:
             lag = max(lag, time.monotonic() - started - 0.01)
         return lag
 
-    # The best of three: another process of this machine may take the core for longer than we allow.
-    assert min(asyncio.run(worst_lag()) for _ in range(3)) < 0.05
+    # One of three: another process of this machine may take the core for longer than we allow.
+    assert any(asyncio.run(worst_lag()) < 0.05 for _ in range(3))
     runner.close()
 
 
@@ -259,9 +259,12 @@ def test_messages_and_verl_signatures() -> None:
         (RewardConfig("sample_rewards"), "is not of the form package.module:name"),
         (RewardConfig("sample_reward:length"), "there is no module 'sample_reward'"),
         (RewardConfig("sample_rewards:lenght"), "did you mean 'length'?"),
-        (RewardConfig("sample_rewards:number"), "is a int, not a function"),
+        (RewardConfig("sample_rewards:number"), "is of type int, not a function"),
         (RewardConfig("sample_rewards:Scorer"), "is a class, not a function"),
-        (RewardConfig("sample_rewards:one_argument"), "takes (completion: 'str') -> 'float', which we cannot call; write `def reward(completion, row)`"),
+        (
+            RewardConfig("sample_rewards:one_argument"),
+            "takes (completion: 'str') -> 'float', which we cannot call; write `def reward(completion, row)`",
+        ),
         (RewardConfig("sample_rewards:lists"), "takes a list of completions; it must score one"),
         (RewardConfig("sample_rewards:length", mode="thread"), "reward.mode='thread' is not auto, async or process"),
         (RewardConfig("sample_rewards:length", mode="async"), "reward.mode=async but sample_rewards:length is not a coroutine function"),

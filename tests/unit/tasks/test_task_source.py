@@ -52,7 +52,7 @@ class NoDict(Base):
 
 
 class SyncStep(Base):
-    def step(self, action: Any) -> Any: ...  # type: ignore[override]
+    def step(self, action: Any) -> Any: ...
 
 
 class Rows:
@@ -204,7 +204,7 @@ def test_mixtures_survive_a_change_of_weights_but_not_a_lost_cursor() -> None:
     changed = mixture((0, 1, 0))
     changed.load_state_dict(source.state_dict())
     assert {task.environment for task in draw(changed, 5)} == {"rows"}
-    with pytest.raises(ConfigError, match="no longer names more.*weight 0"):
+    with pytest.raises(ConfigError, match=r"no longer names more.*weight 0"):
         Mixture([sums(), rows_source()], {"sums": 1, "rows": 1}).load_state_dict(source.state_dict())
 
 
