@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sao.config import RewardConfig
 from sao.environment import Action, Context, Message, StepResult, Task
-from sao.errors import ConfigError
-from sao.rewards.runner import shared_runner
+from sao.rewards.preflight import reward_config
+from sao.rewards.runner import close_shared, shared_runner
 from sao.tasks.row_source import MESSAGES_KEY
 from sao.tasks.rows import messages_of
 
@@ -29,10 +29,7 @@ class SingleTurnEnvironment:
         self.messages: list[Message] = messages_of(payload.get("prompt")) if messages is None else list(messages)
         if system and self.messages[0]["role"] not in ("system", "developer"):
             self.messages.insert(0, {"role": "system", "content": system})
-        try:
-            self._runner = shared_runner(RewardConfig(**(reward or {})))
-        except TypeError as error:
-            raise ConfigError(f"env.args.reward={dict(reward or {})} has an unknown key ({error}); use the keys of `reward`") from error
+        self._runner = shared_runner(reward_config(dict(reward or {})))
 
     async def reset(self, context: Context) -> Sequence[Message]:
         return self.messages
@@ -46,3 +43,8 @@ class SingleTurnEnvironment:
 
     async def close(self) -> None:
         """Nothing belongs to the episode: the runner outlives it."""
+
+    @classmethod
+    async def shutdown(cls) -> None:
+        """End the reward processes of this worker; called once, after its last episode."""
+        await asyncio.to_thread(close_shared)

@@ -63,7 +63,7 @@ def load_reward(target: str, key: str = KEY) -> RewardFunction:
         raise ConfigError(f"{key} is empty; set it to package.module:function")
     function = load_target(target, key)
     if inspect.isclass(function) or not callable(function):
-        kind = "a class" if inspect.isclass(function) else f"a {type(function).__name__}"
+        kind = "a class" if inspect.isclass(function) else f"of type {type(function).__name__}"
         raise ConfigError(f"{key}={target} is {kind}, not a function; {SHAPES}")
     try:
         signature = inspect.signature(function)

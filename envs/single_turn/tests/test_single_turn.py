@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from sao.config import Config
-from sao.environment import Action, Context, Environment, Task
 from sao.envs.single_turn.environment import SingleTurnEnvironment
+
+from sao.config import Config, EnvConfig
+from sao.environment import Action, Context, Environment, Task
 from sao.errors import ConfigError, RewardFailure
-from sao.rewards.runner import close_shared
+from sao.rewards.preflight import check_rewards
+from sao.rewards.runner import close_shared, shared_metrics
 from sao.tasks.source import build_source, environment_args, load_environment
 
 EXACT = {"function": "sao.rewards.builtin:exact_match"}
@@ -67,7 +68,29 @@ def test_a_failing_reward_is_a_failure_and_not_a_zero() -> None:
 
 
 def test_bad_reward_settings_are_one_sentence() -> None:
-    with pytest.raises(ConfigError, match="reward.function is empty"):
+    with pytest.raises(ConfigError, match=r"reward\.function is empty"):
         SingleTurnEnvironment(Task("t", "single_turn", {"prompt": "2+2?"}))
-    with pytest.raises(ConfigError, match=r"env\.args\.reward=.*'timeout'"):
+    with pytest.raises(ConfigError, match=r"env\.args\.reward has the unknown key 'timeout'; the keys are function, mode"):
         SingleTurnEnvironment(Task("t", "single_turn", {"prompt": "2+2?"}), reward={**EXACT, "timeout": 3})
+
+
+def test_the_preflight_checks_the_reward_of_every_environment_that_takes_one() -> None:
+    config = Config()
+    calculator = EnvConfig("calculator", "sao.envs.calculator.environment:CalculatorEnvironment")
+    check_rewards([calculator], config.reward)
+    with pytest.raises(ConfigError, match=r"env=single_turn: reward\.function is empty"):
+        check_rewards([calculator, config.env], config.reward)
+    config.env.args = {"reward": EXACT}
+    check_rewards([calculator, config.env], config.reward)
+
+
+def test_shutdown_ends_the_processes_of_the_worker() -> None:
+    environment = SingleTurnEnvironment(Task("t", "single_turn", {"prompt": "2+2?", "answer": "4"}), reward=EXACT)
+
+    async def episode() -> None:
+        assert (await environment.step(Action("4"))).reward == 1.0
+        assert shared_metrics()["reward/scored"] == 1.0
+        await SingleTurnEnvironment.shutdown()
+
+    asyncio.run(episode())
+    assert shared_metrics() == {}
