@@ -1,0 +1,292 @@
+"""The learner: one SAO step on a batch of trajectories, in a plain process.
+
+critic x K -> values -> advantages -> one actor step -> new version. Deterministic given the batch, the seed and the thread count: trajectories are sorted
+by episode, shuffles are seeded by (seed, step, k). Under torch.distributed each rank passes its own share of the batch and every count is global.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sao.algorithms.advantages import whiten
+from sao.algorithms.off_policy import ratio_metrics
+from sao.algorithms.value_loss import explained_variance, masked_variance
+from sao.config import Config
+from sao.errors import ConfigError
+from sao.inference.protocol import Canary
+from sao.learner import protocol
+from sao.learner.batching import Batch, Packed, make_batch, pack, plan, shuffled
+from sao.learner.credit import check_algo, critic_targets, needs_values, policy_advantages, policy_lambda
+from sao.learner.critic import Critic, CriticBatch
+from sao.learner.models import choose_device, freeze, load_critic, load_policy, named_weights, save_critic
+from sao.learner.optimizer import world_group
+from sao.learner.parity import VersionRing, gap_metrics
+from sao.learner.policy import Policy, PolicyBatch
+from sao.learner.protocol import SegmentRecord, StepReport
+from sao.learner.scoring import score
+from sao.trajectory import EpisodeId, FinishReason, SamplingSpec, Segment, Trajectory
+from sao.weights.bundle import WeightBundle
+from sao.weights.torch_bundle import pack as pack_weights
+
+CANARY_TOKENS = 24
+
+
+class TorchLearner:
+    """Implements sao.learner.protocol.Learner on torch.
+
+    total_steps: actor optimiser steps of the whole run, for the schedules (batches, when run.phase is critic). check_logprobs keeps the last staleness + 1
+    policies and measures logprob_gap/same_version_* at every step.
+    """
+
+    def __init__(self, config: Config, model_path: str, *, total_steps: int, check_logprobs: bool = False) -> None:
+        check_algo(config.algo)
+        if config.critic.updates < 0 or config.critic.critic_only_steps < 0:
+            raise ConfigError("critic.updates and critic.critic_only_steps count steps; give at least 0")
+        if config.run.phase not in ("rl", "critic"):
+            raise ConfigError(f"run.phase is {config.run.phase!r}; choose rl or critic")
+        torch.set_num_threads(config.learner.threads)
+        self.config, self.model_path = config, model_path
+        self.device = choose_device(config.learner.device)
+        self.version = 0
+        self._explained_in_a_row = 0
+        model = config.model
+        loading: dict[str, Any] = {"dtype": model.dtype, "attention_name": config.learner.attention, "trust_remote_code": model.trust_remote_code}
+        policy = load_policy(model_path, **loading).to(self.device)
+        reference = copy.deepcopy(policy).requires_grad_(False) if config.algo.kl_coef else None
+        critic = load_critic(model_path, config.critic.path, head_init=config.critic.head_init, **loading).to(self.device)
+        freeze(critic, config.critic.freeze)
+        batches = total_steps if config.run.phase == "critic" else total_steps + config.critic.critic_only_steps
+        self.policy = Policy(policy, config.algo, config.optim.policy, total_steps=total_steps, reference=reference, autocast=model.autocast)
+        self.critic = Critic(critic, config.optim.critic, total_steps=max(1, config.critic.updates) * batches, autocast=model.autocast)
+        self._ring = VersionRing(policy, config.rollout.staleness + 1) if check_logprobs else None
+        if self._ring:
+            self._ring.push(0, policy)
+
+    def step(self, trajectories: Sequence[Trajectory], step: int) -> StepReport:
+        """Train on one batch. step: batches trained before this one, critic-only ones included (0-based).
+
+        Raises LearnerFailure when a gradient is not finite; the weights of that optimiser stay as they were.
+        """
+        algo = self.config.algo
+        started = time.perf_counter()
+        batch = make_batch(trajectories, drop_truncated=algo.truncation == "drop")
+        packs = self._packs(batch)
+        metrics: dict[str, float] = {}
+
+        with _timed(metrics, "critic"):
+            before = self._read_values(batch, packs) if needs_values(batch, algo) or not self.config.critic.updates else None
+            blank = torch.zeros(batch.states)
+            returns = critic_targets(batch, algo, blank if before is None else before)
+            fitted = self._train_critic(batch, returns, step, metrics)
+            before = fitted if before is None else before
+        with _timed(metrics, "values"):
+            reread = algo.values == "after" and self.config.critic.updates
+            state_values = self._read_values(batch, packs) if reread else before
+        with _timed(metrics, "advantages"):
+            explained = explained_variance(before[batch.state_of], returns, batch.trained, group=world_group())
+            if explained is not None:
+                metrics["critic/vf_explained_var"] = explained
+            advantages = self._advantages(batch, state_values, returns, explained, metrics)
+        with _timed(metrics, "actor"):
+            frozen = self.config.run.phase == "critic" or step < self.config.critic.critic_only_steps
+            at_start = self.version
+            logprobs, reasons = self._actor(batch, packs, advantages, frozen, metrics)
+        if self._ring:
+            with _timed(metrics, "check_logprobs"):
+                metrics |= self._ring.check(batch, seed=(self.config.seed, step), autocast=self.config.model.autocast)
+                if self.version != at_start:
+                    self._ring.push(self.version, self.policy.model)
+        same = batch.pure & (batch.versions == at_start)
+        metrics |= gap_metrics("logprob_gap", "", logprobs[same], batch.behaviour[same])
+        metrics |= {
+            "tokens/total": float(batch.tokens),
+            "tokens/action": float(batch.action_tokens),
+            "tokens/dropped": float((~batch.trained).sum()),
+            "tokens/no_logprob": float(sum(s.sampled_tokens - s.action_tokens for t in batch.trajectories for s in t.segments)),
+            "timing_s/step": time.perf_counter() - started,
+        }
+        records = _records(batch, logprobs, state_values, advantages, returns, reasons)
+        return StepReport(step=step, version=self.version, metrics=metrics, records=records)
+
+    def _packs(self, batch: Batch) -> list[Packed]:
+        groups = plan([s.length for s in batch.samples], self.config.learner.tokens_per_micro_batch)
+        return [pack([batch.samples[i] for i in group], self.device) for group in groups]
+
+    def _read_values(self, batch: Batch, packs: Sequence[Packed]) -> Tensor:
+        """V of every state of the batch, float[states]; 0 for a sample's state before its first token, which nothing reads."""
+        values = torch.zeros(batch.states)
+        for packed in packs:
+            read = self.critic.evaluate(packed).cpu()
+            values = values.to(read.dtype)
+            values[packed.state_slots.cpu()] = read
+        return values
+
+    def _train_critic(self, batch: Batch, returns: Tensor, step: int, metrics: dict[str, float]) -> Tensor:
+        """K optimiser steps, each on the whole batch in a fresh seeded order. Returns the values the first of them started from."""
+        first = torch.zeros(batch.states)
+        lengths = [s.length for s in batch.samples]
+        for update in range(self.config.critic.updates):
+            order = shuffled(len(lengths), self.config.seed, step, update)
+            for group in plan(lengths, self.config.learner.tokens_per_micro_batch, order):
+                packed = pack([batch.samples[i] for i in group], self.device)
+                slots = packed.slots.cpu()
+                self.critic.accumulate(CriticBatch(packed, returns[slots].to(self.device), batch.trained[slots].to(self.device)))
+                if update == 0:
+                    assert self.critic.last_values is not None
+                    first = first.to(self.critic.last_values.dtype)
+                    first[packed.state_slots.cpu()] = self.critic.last_values.cpu()
+            self.critic.reduce()
+            outcome = self.critic.apply()
+            if update == 0 and "critic/vf_loss" in outcome:
+                metrics["critic/vf_loss_before"] = outcome["critic/vf_loss"]
+            metrics |= outcome
+        return first
+
+    def _advantages(self, batch: Batch, values: Tensor, returns: Tensor, explained: float | None, metrics: dict[str, float]) -> Tensor:
+        """Advantages float[N], whitened when the configuration and the batch ask for it; 0 for dropped trajectories."""
+        algo, group = self.config.algo, world_group()
+        lam = policy_lambda(batch, algo)
+        advantages = torch.where(batch.trained, policy_advantages(batch, algo, values, lam), 0.0)
+        varied = bool(masked_variance(returns, batch.trained, group=group))
+        wanted = algo.whiten == "on" or (algo.whiten == "auto" and self._explained_in_a_row < algo.whiten_patience)
+        if algo.whiten == "auto" and wanted:
+            good = explained is not None and explained > algo.whiten_until_ev
+            self._explained_in_a_row = self._explained_in_a_row + 1 if good else 0
+        if batch.trained.any():
+            kept = advantages[batch.trained]
+            metrics["actor/advantage_mean"] = float(kept.mean())
+            metrics["actor/advantage_abs_mean"] = float(kept.abs().mean())
+            metrics["critic/values_mean"] = float(values[batch.state_of][batch.trained].mean())
+            metrics["critic/returns_mean"] = float(returns[batch.trained].mean())
+            metrics["sao/lambda_mean"] = float(lam.mean())
+        metrics["sao/whitened"] = float(wanted and varied)
+        return whiten(advantages, batch.trained, group=group) if wanted and varied else advantages
+
+    def _actor(self, batch: Batch, packs: Sequence[Packed], advantages: Tensor, frozen: bool, metrics: dict[str, float]) -> tuple[Tensor, Tensor]:
+        """One optimiser step unless frozen. Returns log-probs before it, float[N], and mask reasons uint8[N]."""
+        n = batch.action_tokens
+        logprobs = torch.full((n,), math.nan)
+        log_ratio = torch.zeros(n)
+        counted, low, high = (torch.zeros(n, dtype=torch.bool) for _ in range(3))
+        entropy, entropy_rows = 0.0, 0
+        for packed in packs:
+            slots = packed.slots.cpu()
+            chosen = (batch.behaviour[slots], advantages[slots], batch.trained[slots])
+            micro_batch = PolicyBatch(packed, *(x.to(self.device) for x in chosen))
+            if frozen:
+                scores, token = self.policy.evaluate(micro_batch)
+                if scores.entropy is not None:
+                    entropy, entropy_rows = entropy + float(scores.entropy.sum()), entropy_rows + len(scores.entropy)
+            else:
+                self.policy.accumulate(micro_batch)
+                assert self.policy.last is not None
+                scores, token = self.policy.last
+            logprobs = logprobs.to(scores.logprobs.dtype)
+            log_ratio = log_ratio.to(scores.logprobs.dtype)
+            logprobs[slots], log_ratio[slots] = scores.logprobs.detach().cpu(), token.log_ratio.cpu()
+            counted[slots], low[slots], high[slots] = token.counted.cpu(), token.low.cpu(), token.high.cpu()
+        metrics |= ratio_metrics(log_ratio, counted, low, high, self.version - batch.versions, group=world_group())
+        metrics["off_policy/non_finite_tokens"] = float((batch.trained & ~counted).sum())
+        if entropy_rows:
+            metrics["actor/entropy"] = entropy / entropy_rows
+        if not frozen:
+            self.policy.reduce()
+            outcome = self.policy.apply()
+            metrics |= outcome
+            self.version = self.policy.gradients.steps
+        reasons = torch.full((n,), protocol.FROZEN if frozen else protocol.TRAINED, dtype=torch.uint8)
+        reasons[low], reasons[high] = protocol.REJECTED_LOW, protocol.REJECTED_HIGH
+        reasons[batch.trained & ~counted] = protocol.NON_FINITE
+        reasons[~batch.trained] = protocol.DROPPED
+        return logprobs, reasons
+
+    def gather(self) -> tuple[WeightBundle, Canary]:
+        """The policy's weights and the canary's log-probs under them; with weights.reset_optimizer this publication also clears the policy's moments."""
+        if self.config.weights.reset_optimizer:
+            self.policy.gradients.reset()
+        return pack_weights(named_weights(self.policy.model)), self._canary()
+
+    @torch.no_grad()
+    def _canary(self) -> Canary:
+        model_config: Any = self.policy.model.config
+        vocabulary = int(model_config.vocab_size)
+        ids = np.array([(13 + 7919 * i) % vocabulary for i in range(CANARY_TOKENS)], np.int32)
+        asked = np.arange(CANARY_TOKENS) > 0
+        segment = Segment(ids, asked, np.where(asked, -1.0, np.nan), np.where(asked, 0, -1), SamplingSpec())
+        sequence = Trajectory(EpisodeId(0), "canary", "canary", (segment,), 0.0, FinishReason.terminal(), 0)
+        packed = pack(make_batch([sequence]).samples, self.device)
+        logprobs = score(self.policy.model, packed, autocast=self.config.model.autocast).logprobs
+        return Canary(tuple(int(i) for i in ids), tuple(logprobs.float().tolist()))
+
+    def export(self, directory: str) -> None:
+        """Write `policy/` (with its tokenizer, when the model came with one) and `critic/` (backbone and value head) under `directory`."""
+        from transformers import AutoTokenizer
+
+        root = Path(directory)
+        policy: Any = self.policy.model
+        policy.save_pretrained(root / "policy")
+        save_critic(self.critic.model, root / "critic")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.model_path, trust_remote_code=self.config.model.trust_remote_code)
+        except (OSError, ValueError, KeyError):
+            return
+        tokenizer.save_pretrained(root / "policy")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed learner needs: both models, both optimisers, version and whitening state. Tensors are references, not copies."""
+        return {
+            "version": self.version,
+            "explained_in_a_row": self._explained_in_a_row,
+            "policy": self.policy.model.state_dict(),
+            "critic": self.critic.model.state_dict(),
+            "policy_optimizer": self.policy.gradients.state_dict(),
+            "critic_optimizer": self.critic.gradients.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The reverse of `state_dict`; the ring of earlier policies starts again at this version."""
+        self.version = state["version"]
+        self._explained_in_a_row = state["explained_in_a_row"]
+        self.policy.model.load_state_dict(state["policy"])
+        self.critic.model.load_state_dict(state["critic"])
+        self.policy.gradients.load_state_dict(state["policy_optimizer"])
+        self.critic.gradients.load_state_dict(state["critic_optimizer"])
+        if self._ring:
+            self._ring.push(self.version, self.policy.model)
+
+
+@contextmanager
+def _timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    metrics[f"timing_s/{name}"] = time.perf_counter() - begin
+
+
+def _records(batch: Batch, logprobs: Tensor, state_values: Tensor, advantages: Tensor, returns: Tensor, reasons: Tensor) -> tuple[SegmentRecord, ...]:
+    """One record per segment of every trajectory, in canonical order; segments without an action token are all context."""
+    flat = [x.float().numpy() for x in (logprobs, state_values[batch.state_of], advantages, returns)]
+    sample_at = {(s.trajectory, s.segment): s for s in batch.samples}
+    records = []
+    for index, trajectory in enumerate(batch.trajectories):
+        for number, segment in enumerate(trajectory.segments):
+            columns = np.full((len(flat), len(segment)), np.nan, np.float32)
+            mask_reason = np.where((segment.versions >= 0) & ~segment.action_mask, protocol.NON_FINITE, protocol.CONTEXT).astype(np.uint8)
+            sample = sample_at.get((index, number))
+            if sample is not None:
+                span = slice(sample.offset, sample.offset + len(sample.actions))
+                for column, source in zip(columns, flat, strict=True):
+                    column[sample.actions] = source[span]
+                mask_reason[sample.actions] = reasons[span].numpy()
+            trainer, values, advantage, target = columns
+            records.append(SegmentRecord(trajectory.episode_id, number, trainer, values, advantage, target, mask_reason))
+    return tuple(records)
