@@ -55,10 +55,8 @@ def train(config: Config, overrides: Sequence[str] = ()) -> int:
 
 
 async def _run(config: Config, source: TaskSource, held_out: Sequence[Task], model_path: str, folder: RunFolder, observer: RunObserver) -> None:
-    critic_only = config.run.phase == "critic"
-    total = config.train.steps + (0 if critic_only else config.critic.critic_only_steps)
     observer.phase("starting Ray, engines, learner and workers")
-    async with Cluster(config, environments(config), model_path, folder.path, total) as cluster:
+    async with Cluster(config, environments(config), model_path, folder.path) as cluster:
         engines, learner, workers = cluster.engines(), cluster.learner(), cluster.workers()
         loop = TrainingLoop(config, source, workers, learner, engines, observer)
         observer.attach(loop)

@@ -124,14 +124,14 @@ class WorkerActor:
 class LearnerActor:
     """Trains policy and critic; one call at a time."""
 
-    def __init__(self, name: str, model_path: str, config: Config, total_steps: int, run_dir: str) -> None:
+    def __init__(self, name: str, model_path: str, config: Config, run_dir: str) -> None:
         _set_up(name, run_dir, thread_environment(config.learner.threads))
         from concurrent.futures import ThreadPoolExecutor
 
         from sao.learner.learner import TorchLearner
         from sao.report.store import TrajectoryWriter
 
-        self.learner = TorchLearner(config, model_path, total_steps=total_steps, check_logprobs=True)
+        self.learner = TorchLearner(config, model_path, total_steps=config.train.steps, check_logprobs=True)
         self.writer = TrajectoryWriter(Path(run_dir)) if config.logger.trajectories == "all" else None
         self.background = ThreadPoolExecutor(1)
         self.pending: Any = None

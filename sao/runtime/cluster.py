@@ -43,12 +43,11 @@ def gpu_shares(config: Config, *, has_gpus: bool) -> GpuShares:
 class Cluster:
     """The actors of one run. Use as `async with Cluster(...) as cluster`; leaving it ends every actor it started."""
 
-    def __init__(self, config: Config, env_configs: Sequence[EnvConfig], model_path: str, run_dir: Path, total_batches: int) -> None:
+    def __init__(self, config: Config, env_configs: Sequence[EnvConfig], model_path: str, run_dir: Path) -> None:
         self.config = config
         self.env_configs = list(env_configs)
         self.model_path = model_path
         self.run_dir = run_dir
-        self.total_batches = total_batches
         self.actors: dict[str, Any] = {}
         self.latest: dict[str, EngineSnapshot] = {}
         self._owns_ray = False
@@ -117,7 +116,7 @@ class Cluster:
             self.actors[name] = engine_class.options(**options).remote(name, self.model_path, config, run_dir)
         engines = dict(self.actors)
         self.actors["learner"] = learner_class.options(num_cpus=0, num_gpus=gpus.learner, max_restarts=0).remote(
-            "learner", self.model_path, config, self.total_batches, run_dir
+            "learner", self.model_path, config, run_dir
         )
         for index in range(config.rollout.workers):
             name = f"worker-{index}"

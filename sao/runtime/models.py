@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import tempfile
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -28,27 +30,37 @@ class ModelFacts:
 
 def prepare(config: Config) -> str:
     """The directory of the starting policy. Makes or warm-starts it in a process of its own, so that the driver never loads torch."""
-    if config.model.warmstart or config.model.factory:
+    if config.model.warmstart:
         from sao.warmstart import cached
 
         path = cached(config)
-        return str(path) if path is not None else _in_child(config)
-    return _existing(config.model.path)
+        if path is None:
+            return _in_child(_warmstart, config)
+        print(f"warm start: cached in {path}", flush=True)
+        return str(path)
+    return _existing(config.model.path) if config.model.path else _in_child(_from_factory, config)
 
 
-def _in_child(config: Config) -> str:
+def _in_child(make: Callable[[Config], str], config: Config) -> str:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
-            return pool.submit(_make, config).result()
+            return pool.submit(make, config).result()
         except BrokenProcessPool:
-            raise SystemFailure("the warm start's process died; it may have run out of memory") from None
+            raise SystemFailure("the process that makes the model died; it may have run out of memory") from None
 
 
-def _make(config: Config) -> str:
+def _warmstart(config: Config) -> str:
     from sao.warmstart import warmstart
 
     return str(warmstart(config))
+
+
+def _from_factory(config: Config) -> str:
+    """A model that is cheap to make is made anew for every run, in a folder the operating system cleans."""
+    from sao.warmstart import make_base
+
+    return make_base(config, tempfile.mkdtemp(prefix="sao-model-"))
 
 
 def _existing(path: str) -> str:
