@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from sao.config import RewardConfig
@@ -43,11 +44,11 @@ def failure_of(runner: RewardRunner, completion: str, value: Any = None) -> Rewa
 
 
 def gone(pid: int) -> bool:
+    """Dead; a zombie counts, since some containers have no init that reaps orphans."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return True
-    return False
 
 
 @pytest.mark.parametrize("function", ["length", "length_async"])
