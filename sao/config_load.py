@@ -129,8 +129,18 @@ def _precheck(overrides: Sequence[str]) -> None:
             raise ConfigError(f"unknown key {key!r}{nearest(key)}")
 
 
+# Short forms of the commonest keys.
+ALIASES = {"reward": "reward.function"}
+
+
+def _expand_alias(text: str) -> str:
+    key, separator, value = text.partition("=")
+    return f"{ALIASES[key]}={value}" if separator and key in ALIASES else text
+
+
 def compose(overrides: Sequence[str]) -> Config:
     """Compose conf/ with `overrides` (Hydra syntax) into a typed, checked Config."""
+    overrides = [_expand_alias(text) for text in overrides]
     _precheck(overrides)
     config = _compose_raw(overrides)
     check(config)
@@ -262,7 +272,9 @@ def _check_ranges(config: Config) -> None:
     for name, optimizer in (("policy", config.optim.policy), ("critic", config.optim.critic)):
         _check_optimizer(f"optim.{name}", optimizer, config.train.steps)
     for name, weight in config.data.mixture.items():
-        _refuse(weight <= 0, f"data.mixture.{name}={weight} must be above 0; leave the environment out instead")
+        _refuse(weight < 0, f"data.mixture.{name}={weight} must not be negative")
+    weights = config.data.mixture.values()
+    _refuse(bool(weights) and not any(weights), "data.mixture gives every environment the weight 0; raise one")
     for temperature in config.eval.temperatures:
         _refuse(temperature < 0, f"eval.temperatures holds {temperature}; a temperature must not be negative (0 is greedy)")
 
@@ -319,14 +331,13 @@ def _check_combinations(config: Config) -> None:
     _refuse(
         config.run.phase == "critic" and config.critic.path != "", "critic.path is set with run.phase=critic, which starts a fresh critic; empty it"
     )
-    _refuse(
-        config.env.name == "single_turn" and not config.data.mixture and not config.data.path,
-        "env=single_turn needs tasks: set data.path to a .jsonl or .parquet file, a datasets directory or a hub id",
-    )
-    _refuse(
-        config.env.name == "single_turn" and not config.data.mixture and not config.reward.function,
-        "env=single_turn needs a score: set reward.function=package.module:function",
-    )
+    if config.env.name == "single_turn" and not config.data.mixture:
+        _refuse(
+            not config.data.path and not config.env.data_path,
+            "env=single_turn needs tasks: set data.path to a .jsonl or .parquet file, a datasets directory or a hub id",
+        )
+        own = dict(config.env.args.get("reward") or {}).get("function")
+        _refuse(not config.reward.function and not own, "env=single_turn needs a score: set reward=package.module:function")
 
 
 def to_yaml(config: Config) -> str:

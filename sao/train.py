@@ -14,6 +14,7 @@ from sao.evals.heldout import EvalResult, evaluate
 from sao.loop import TrainingLoop
 from sao.observer import RunObserver
 from sao.report.html import write_report
+from sao.rewards.preflight import check_rewards
 from sao.runtime.cluster import Cluster
 from sao.runtime.models import check_tokenizer, facts, prepare
 from sao.runtime.plan import check_plan, machine, make_plan
@@ -26,6 +27,7 @@ def train(config: Config, overrides: Sequence[str] = ()) -> int:
     started = time.monotonic()
     env_configs = environments(config)
     source = build_source(config, env_configs)
+    check_rewards(env_configs, config.reward)
     held_out = _held_out(config)
     model_path = prepare(config)
     check_tokenizer(config, model_path)

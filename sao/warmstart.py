@@ -10,7 +10,6 @@ themselves, so that any change of the environment that shows in them makes a new
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 import random
@@ -22,16 +21,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sao.agents.renderer import Renderer, load_renderer
+from sao.agents.renderer import demonstration_tokens, load_renderer
 from sao.config import Config
-from sao.environment import Message, Task
+from sao.environment import Task
 from sao.errors import ConfigError, UserError
+from sao.tasks.target import load_environment, load_target
 
 if TYPE_CHECKING:
     import torch
 
 FORMAT = 1  # raise when this file or the factory learns differently from the same settings
-POOL = 12_000  # most demonstrations made per phase; longer phases pass over them again
+POOL = 6_000  # most demonstrations made per phase; longer phases pass over them again
 Progress = Callable[[str, float], None]  # a line for the screen, and the share done
 
 
@@ -48,11 +48,13 @@ def warmstart(config: Config, *, progress: Progress | None = None) -> Path:
     Raises UserError when the environment has no `demonstration`, or a target cannot be imported.
     """
     say = progress or _print
-    environment = resolve(config.env.target, "env.target")
+    environment = load_environment(config.env.target)
     if not hasattr(environment, "demonstration"):
-        raise UserError(f"env.target={config.env.target} has no classmethod `demonstration`, which a warm start imitates; add one or set model.warmstart=false")
-    cache = Path(config.warmstart.cache_dir or "~/.cache/sao/warmstart").expanduser()
-    target = cache / f"{config.env.name}-{_key(config, environment)}"
+        raise UserError(
+            f"env.target={config.env.target} has no classmethod `demonstration`, which a warm start imitates; add one or set model.warmstart=false"
+        )
+    target = _target(config, environment)
+    cache = target.parent
     if (target / "warmstart.json").exists():
         say(f"warm start: cached in {target}", 1.0)
         return target
@@ -74,13 +76,18 @@ def warmstart(config: Config, *, progress: Progress | None = None) -> Path:
     return target
 
 
-def resolve(target: str, key: str) -> Any:
-    """The object named by `package.module:name`, the value of the configuration key `key`."""
-    module, _, name = target.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{key}={target!r} does not name an importable package.module:name ({error})") from None
+def cached(config: Config) -> Path | None:
+    """The directory `warmstart` would return at once, or None when it would have to train. Loads no torch."""
+    environment = load_environment(config.env.target)
+    if not hasattr(environment, "demonstration"):
+        return None
+    target = _target(config, environment)
+    return target if (target / "warmstart.json").exists() else None
+
+
+def _target(config: Config, environment: Any) -> Path:
+    cache = Path(config.warmstart.cache_dir or "~/.cache/sao/warmstart").expanduser()
+    return cache / f"{config.env.name}-{_key(config, environment)}"
 
 
 def make_base(config: Config, directory: str) -> str:
@@ -89,7 +96,7 @@ def make_base(config: Config, directory: str) -> str:
         return config.model.path
     if not config.model.factory:
         raise ConfigError("model.path and model.factory are both empty: name a Hugging Face directory or choose model=demo")
-    resolve(config.model.factory, "model.factory")(directory, config.warmstart.seed, **config.model.factory_args)
+    load_target(config.model.factory, "model.factory")(directory, config.warmstart.seed, **config.model.factory_args)
     return directory
 
 
@@ -113,22 +120,6 @@ def _tools(config: Config, environment: Any) -> Sequence[Any]:
     return list(environment(Task("warmstart", config.env.name, payload), **config.env.args).tools())
 
 
-def encode(renderer: Renderer, tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any]) -> Example:
-    """One conversation as an episode would have recorded it: opening prompt, sampled turn, delta, sampled turn, ..."""
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    ids = renderer.open(messages[: turns[0]], tools)
-    sampled = [False] * len(ids)
-    for turn, following in zip(turns, [*turns[1:], None], strict=True):
-        said = [*tokenizer.encode(messages[turn]["content"], add_special_tokens=False), renderer.stop_ids[0]]
-        ids += said
-        sampled += [True] * len(said)
-        if following is not None:
-            between = renderer.delta(said, messages[turn + 1 : following])
-            ids += between
-            sampled += [False] * len(between)
-    return Example(ids, sampled)
-
-
 def _train(config: Config, environment: Any, directory: Path, say: Progress) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -142,7 +133,7 @@ def _train(config: Config, environment: Any, directory: Path, say: Progress) -> 
     tools, renderer = _tools(config, environment), load_renderer(config.model.renderer, tokenizer)
 
     def example(name: str, clean: bool) -> Example:
-        return encode(renderer, tokenizer, environment.demonstration(random.Random(name), clean, **config.env.args), tools)
+        return Example(*demonstration_tokens(renderer, environment.demonstration(random.Random(name), clean, **config.env.args), tools))
 
     optimizers = _optimizers(model, config)
     batches = _batches(config, example)
@@ -156,7 +147,13 @@ def _train(config: Config, environment: Any, directory: Path, say: Progress) -> 
             say(f"warm start: step {step + 1}/{settings.steps}, loss {loss:.3f}, {time.monotonic() - started:.0f} s", (step + 1) / settings.steps)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    return {"steps": settings.steps, "loss": loss, "seconds": time.monotonic() - started, "environment": config.env.target, "env_args": config.env.args}
+    return {
+        "steps": settings.steps,
+        "loss": loss,
+        "seconds": time.monotonic() - started,
+        "environment": config.env.target,
+        "env_args": config.env.args,
+    }
 
 
 def _optimizers(model: torch.nn.Module, config: Config) -> list[torch.optim.Optimizer]:
@@ -168,7 +165,9 @@ def _optimizers(model: torch.nn.Module, config: Config) -> list[torch.optim.Opti
     others = [p for name, p in model.named_parameters() if name not in hidden]
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.0)]
     if matrices:
-        optimizers.append(torch.optim.Muon(matrices, lr=settings.matrix_lr, momentum=0.95, weight_decay=0.0))
+        from sao.learner.muon import Muon
+
+        optimizers.append(Muon(matrices, lr=settings.matrix_lr))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]

@@ -48,8 +48,8 @@ SOURCE = Path(sao.__file__).parent
         (["algo.eps_low=1.5"], "algo.eps_low"),
         (["model.path="], "model.path is empty"),
         (["data.path="], "data.path"),
-        (["reward.function="], "reward.function"),
-        (["data.mixture={calculator: 0}"], "data.mixture.calculator"),
+        (["reward.function="], "reward=package.module:function"),
+        (["data.mixture={calculator: 0}"], "every environment the weight 0"),
     ],
 )
 def test_mistakes_are_one_sentence_naming_the_key(overrides, says):
@@ -61,10 +61,23 @@ def test_mistakes_are_one_sentence_naming_the_key(overrides, says):
 
 
 def test_values_reach_the_schema_typed():
-    config = compose([*BASE, "rollout.staleness=2", "algo=sao_coding", "algo.lambda_policy=0.9", "env.args.anything=3", "data.mixture={calculator: 0.5, single_turn: 0.5}"])
+    config = compose(
+        [
+            *BASE,
+            "rollout.staleness=2",
+            "algo=sao_coding",
+            "algo.lambda_policy=0.9",
+            "env.args.anything=3",
+            "data.mixture={calculator: 0.5, single_turn: 0.5}",
+        ]
+    )
     assert (config.rollout.staleness, config.algo.eps_low, config.algo.eps_high, config.algo.lambda_policy) == (2, 0.8, 3.0, 0.9)
     assert config.env.args["anything"] == 3
     assert config.data.mixture == {"calculator": 0.5, "single_turn": 0.5}
+
+
+def test_the_short_form_of_the_reward():
+    assert compose([*BASE, "reward=my.module:score"]).reward.function == "my.module:score"
 
 
 def test_a_resolved_config_reads_back_equal(tmp_path):
@@ -87,7 +100,12 @@ def test_every_key_is_read_somewhere():
 
 
 def test_sweeps_expand_to_every_combination():
-    assert expand_sweep(["a=1,2", "b=x", "c=range(0,2)"]) == [["a=1", "b=x", "c=0"], ["a=1", "b=x", "c=1"], ["a=2", "b=x", "c=0"], ["a=2", "b=x", "c=1"]]
+    assert expand_sweep(["a=1,2", "b=x", "c=range(0,2)"]) == [
+        ["a=1", "b=x", "c=0"],
+        ["a=1", "b=x", "c=1"],
+        ["a=2", "b=x", "c=0"],
+        ["a=2", "b=x", "c=1"],
+    ]
 
 
 def test_the_control_plane_imports_neither_torch_nor_vllm_nor_ray():
@@ -109,6 +127,8 @@ def test_every_package_is_in_the_wheel():
         pytest.skip("installed from a wheel")
     listed = set(tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     found = {".".join(("sao", *p.parent.relative_to(SOURCE).parts)) for p in SOURCE.rglob("__init__.py")}
-    found |= {".".join(("sao", "envs", *p.parent.relative_to(root / "envs").parts)) for p in (root / "envs").rglob("__init__.py") if "tests" not in p.parts}
+    found |= {
+        ".".join(("sao", "envs", *p.parent.relative_to(root / "envs").parts)) for p in (root / "envs").rglob("__init__.py") if "tests" not in p.parts
+    }
     found |= {"sao.conf"}
     assert found == listed

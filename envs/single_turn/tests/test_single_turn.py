@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sao.envs.single_turn.environment import SingleTurnEnvironment
 
 from sao.config import Config, EnvConfig
 from sao.environment import Action, Context, Environment, Task
+from sao.envs.single_turn.environment import SingleTurnEnvironment
 from sao.errors import ConfigError, RewardFailure
 from sao.rewards.preflight import check_rewards
 from sao.rewards.runner import close_shared, shared_metrics
