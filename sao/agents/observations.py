@@ -35,7 +35,7 @@ def check_step(value: Any, who: str) -> StepResult:
         reward = float(value.reward)
     except (TypeError, ValueError):
         raise EnvironmentFailure(f"{who} gave a reward of type {type(value.reward).__name__}, not a number") from None
-    if not abs(reward) <= np.finfo(np.float32).max:
+    if not abs(reward) <= float(np.finfo(np.float32).max):
         raise EnvironmentFailure(f"{who} gave the reward {reward}, not a finite number")
     return StepResult(check_messages(value.observation, f"{who}'s observation"), reward, bool(value.terminated), bool(value.truncated), value.info)
 

@@ -7,9 +7,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from agents_kit import make_tokenizer  # noqa: E402
+from agents_kit import make_tokenizer
 
-from sao.agents.renderer import Renderer, load_renderer  # noqa: E402
+from sao.agents.renderer import Renderer, load_renderer
 
 
 @pytest.fixture(scope="session", params=["special", "added", "text"])

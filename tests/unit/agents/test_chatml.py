@@ -18,7 +18,9 @@ CHAT = ChatML(TOKENIZER)
 texts = st.one_of(st.sampled_from(["", "hello", "12 + 345", "ﬁn 日本語 🎉", "a\n\nb  c "]), st.text(max_size=30)).filter(
     lambda text: CHAT.encoder.count_markers(text) == 0
 )
-conversations = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "tool", "assistant"]), "content": texts}), min_size=1, max_size=5)
+conversations = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "tool", "assistant"]), "content": texts}), min_size=1, max_size=5
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -87,7 +89,11 @@ def test_structured_and_written_calls_are_the_same_tokens(any_chatml) -> None:
     assert structured == any_chatml.encode_turn({"role": "assistant", "content": f"x\n{text}\n{text}"})
     bare = {"role": "assistant", "content": "", "tool_calls": [call]}
     opening = any_chatml.open([bare, user("q")], [])
-    assert opening[: opening.index(any_chatml.end) + 1] == [any_chatml.start, *any_chatml.encoder.encode("assistant\n"), *any_chatml.encode_turn(bare)]
+    assert opening[: opening.index(any_chatml.end) + 1] == [
+        any_chatml.start,
+        *any_chatml.encoder.encode("assistant\n"),
+        *any_chatml.encode_turn(bare),
+    ]
 
 
 def test_tags_spelled_beside_tag_ids_are_no_call() -> None:

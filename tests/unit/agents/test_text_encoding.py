@@ -6,9 +6,10 @@ import pytest
 from agents_kit import make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from sao.agents.chatml import ChatML
 from sao.agents.encoding import TextEncoder
 from sao.errors import UserError
 
@@ -81,3 +82,17 @@ def test_truncation_of_the_tokenizer_file_does_not_cut_prompts() -> None:
 def test_slow_tokenizer_is_refused_with_the_mend() -> None:
     with pytest.raises(UserError, match=r"tokenizer\.json"):
         TextEncoder(object())
+
+
+@pytest.mark.parametrize("scheme", ["first", "never", "always"])
+def test_word_boundary_marks_fall_where_a_whole_rendering_puts_them(scheme: str) -> None:
+    """SentencePiece-style vocabularies prefix text with a mark; our stretches follow a control token, so `first` never applies to them."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    trainer = trainers.BpeTrainer(special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False)
+    backend.train_from_iterator(["user hello there assistant\n"] * 4, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    chat = ChatML(tokenizer)
+    rendered = "<|im_start|>user\nhello there<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.open([{"role": "user", "content": "hello there"}], []) == tokenizer.encode(rendered, add_special_tokens=False)
