@@ -1,0 +1,64 @@
+"""Token ids as text for people to read: the run's own tokenizer where it can be found, the ids themselves where not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_WINDOW = 8  # tokens decoded before the one in question, enough to complete any character
+
+
+class TokenText:
+    """Decodes ids one by one so that the pieces join to the whole text. For display only; nothing here is ever encoded again."""
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def find(cls, candidates: Sequence[Path | str]) -> TokenText:
+        """The first candidate directory with a tokenizer.json that loads; else plain ids."""
+        for candidate in candidates:
+            path = Path(candidate) / "tokenizer.json"
+            if not str(candidate) or not path.is_file():
+                continue
+            from tokenizers import Tokenizer
+
+            try:
+                return cls(Tokenizer.from_file(str(path)))
+            except Exception:  # noqa: BLE001 - the library raises plain Exception for a broken file; ids are shown instead
+                continue
+        return cls()
+
+    @property
+    def known(self) -> bool:
+        return self._tokenizer is not None
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """One piece of text per id; a token that ends inside a character gives an empty piece and the last one of it gives the character."""
+        if self._tokenizer is None:
+            return [f"{i} " for i in ids]
+        out: list[str] = []
+        start = 0  # of the window
+        held = 0  # tokens at the end whose text is not complete
+        for at in range(len(ids)):
+            start = max(start, at - held - _WINDOW)
+            before = self._decode(ids[start : at - held])
+            text = self._decode(ids[start : at + 1])
+            if text.endswith("\ufffd") and held < 3:
+                out.append("")
+                held += 1
+            else:
+                out.append(text[len(before) :])
+                held = 0
+        return out
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
+
+
+def tokenizer_candidates(run_dir: Path, config: dict[str, Any], command: dict[str, Any]) -> list[Path | str]:
+    """Where a run's tokenizer may lie, the surest place first."""
+    model = config.get("model")
+    configured = model.get("path", "") if isinstance(model, dict) else ""
+    return [run_dir / "checkpoints" / "final" / "policy", str(command.get("model") or ""), str(configured or "")]
