@@ -18,65 +18,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sao.errors import EngineFailure, PublishFailure
+from sao.inference.failures import GenerationLost, RequestRefused
 from sao.inference.prefill import SessionPrefill
-from sao.inference.protocol import Canary, Generation, GenerationFinish, GenerateRequest, PublishReport
+from sao.inference.protocol import Canary, Generation, GenerationFinish, PublishReport
+from sao.inference.vllm_records import Counters, Job, Result, sampled_logprobs, sampling_params, spread
 from sao.weights.bundle import WeightBundle
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Result = Generation | EngineFailure
-
-
-@dataclass(eq=False)
-class Job:
-    """One request on its way through the engine. `marks` are (tokens sampled before, version): our own account of the spans."""
-
-    request: GenerateRequest
-    loop: asyncio.AbstractEventLoop
-    results: asyncio.Queue[Result]
-    arrived: float
-    key: str = ""
-    internal: str = ""
-    salt: str = ""
-    sent: int = 0
-    marks: list[tuple[int, int]] = field(default_factory=list)
-
-
-@dataclass
-class Counters:
-    """vLLM's own per-step statistics, summed. Takes the place of its stat-logger manager, whose Prometheus bookkeeping costs time every step."""
-
-    waiting: int = 0
-    kv_use: float = 0.0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    generated: int = 0
-    prompt: int = 0
-    aborted: int = 0
-    busy_s: float = 0.0
-    stall_s: float = 0.0
-
-    def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
-        self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
-        self.kv_use = scheduler_stats.kv_cache_usage
-        self.prefix_queries += scheduler_stats.prefix_cache_stats.queries
-        self.prefix_hits += scheduler_stats.prefix_cache_stats.hits
-        if iteration_stats is not None:
-            self.generated += iteration_stats.num_generation_tokens
-            self.prompt += iteration_stats.num_prompt_tokens
-
-    def log(self) -> None:
-        """vLLM asks for a log line every few seconds; the metrics file has these numbers."""
-
-    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-        """Not a figure of ours."""
 
 
 class EngineThread:
@@ -227,7 +182,11 @@ class EngineThread:
         self._flush()
 
     def _fail_all(self, reason: str) -> None:
-        for job in [*self._live.values(), *self._waiting]:
+        states = self._engine.output_processor.request_states
+        for job in self._live.values():
+            state = states.get(job.internal)
+            self._deliver(job, GenerationLost(reason, state.detokenizer.num_output_tokens() if state is not None else 0))
+        for job in self._waiting:
             self._deliver(job, EngineFailure(reason))
         self.counters.aborted += len(self._live)
         self._live.clear()
@@ -246,14 +205,16 @@ class EngineThread:
             job = self._waiting.popleft()
             pinned = job.request.pinned_version
             if pinned is not None and pinned != self.version:
-                self._deliver(job, EngineFailure(f"request {job.request.request_id} is pinned to version {pinned}, engine {self.name} has {self.version}"))
+                self._deliver(
+                    job, RequestRefused(f"request {job.request.request_id} is pinned to version {pinned}, engine {self.name} has {self.version}")
+                )
                 continue
             self._serial += 1
             job.key, job.salt, job.marks = f"{self._serial}", self._lineage(), [(0, self.version)]
             try:
-                job.internal = self._add(job.key, job.request.token_ids.tolist(), _sampling_params(job.request), job.salt)
+                job.internal = self._add(job.key, job.request.token_ids.tolist(), sampling_params(job.request), job.salt)
             except ValueError as error:
-                self._deliver(job, EngineFailure(f"engine {self.name} refused request {job.request.request_id}: {error}"))
+                self._deliver(job, RequestRefused(f"engine {self.name} refused request {job.request.request_id}: {error}"))
                 continue
             self._live[job.key] = job
 
@@ -309,8 +270,8 @@ class EngineThread:
         """Tokens of this chunk with their record. `spans` is vLLM's account of the versions of the whole output, given at its end."""
         tokens = np.asarray(token_ids, np.int32)
         total = job.sent + len(tokens)
-        versions = _spread(job.marks, total)
-        if spans is not None and _spread([(s.start, int(s.version.rpartition(":")[2])) for s in spans], total).tolist() != versions.tolist():
+        versions = spread(job.marks, total)
+        if spans is not None and spread([(s.start, int(s.version.rpartition(":")[2])) for s in spans], total).tolist() != versions.tolist():
             raise EngineFailure(f"engine {self.name} and vLLM disagree about the weight versions of request {job.request.request_id}")
         now = time.monotonic()
         chunk = Generation(
@@ -414,17 +375,16 @@ class EngineThread:
         if not gap <= self._tolerance:
             self.version = previous
             self._unfit = f"engine {self.name} holds unconfirmed weights: the canary of version {version} differs by {gap:.3g}"
-            self._engine.abort_request([job.internal for job in self._live.values()], internal=True)
+            running = [job.internal for job in self._live.values()]
             self._fail_all(self._unfit)
+            self._engine.abort_request(running, internal=True)
             self._engine.reset_prefix_cache()
             self._label()
             raise PublishFailure(
                 f"canary log-probs of version {version} on engine {self.name} differ from the trainer's by {gap:.3g} (tolerance {self._tolerance:g})"
             )
         self._unfit, self._fresh_lineage = "", False
-        return PublishReport(
-            self.name, version, began - asked, loaded - began, time.monotonic() - loaded, in_flight, gap, len(bundle.specs)
-        )
+        return PublishReport(self.name, version, began - asked, loaded - began, time.monotonic() - loaded, in_flight, gap, len(bundle.specs))
 
     def _return_unstarted(self) -> None:
         """Take back requests that vLLM has not begun to read: they start after the publication, under the new salt."""
@@ -442,7 +402,9 @@ class EngineThread:
     def _fail_pinned(self, version: int) -> None:
         for job in [j for j in self._live.values() if j.request.pinned_version is not None]:
             self._cancel(job)
-            self._deliver(job, EngineFailure(f"version {version} replaced version {job.request.pinned_version}, to which {job.request.request_id} is pinned"))
+            self._deliver(
+                job, RequestRefused(f"version {version} replaced version {job.request.pinned_version}, to which {job.request.request_id} is pinned")
+            )
 
     def _canary_gap(self, canary: Canary | None) -> float:
         """Largest |engine - trainer| over the canary; NaN when a log-prob is."""
@@ -457,7 +419,13 @@ class EngineThread:
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._serial += 1
         key = f"score-{self._serial}"
@@ -478,47 +446,3 @@ class EngineThread:
 def _hand_over(items: list[tuple[asyncio.Queue[Result], Result]]) -> None:
     for results, result in items:
         results.put_nowait(result)
-
-
-def _spread(marks: list[tuple[int, int]], length: int) -> NDArray[np.int32]:
-    """[(start, version), ...] in order -> int32[length]."""
-    versions = np.empty(length, np.int32)
-    for start, version in marks:
-        versions[start:] = version
-    return versions
-
-
-def sampled_logprobs(flat: Any, length: int) -> NDArray[np.float32]:
-    """vLLM FlatLogprobs (first entry of each position is the token itself) -> float32[length]; NaN where there is none or it is not finite."""
-    result = np.full(length, np.nan, np.float32)
-    if flat is None or len(flat) != length:
-        return result
-    values = flat.logprobs
-    for position, (start, end) in enumerate(zip(flat.start_indices, flat.end_indices, strict=True)):
-        if start < end and values[start] is not None:
-            result[position] = values[start]
-    result[~np.isfinite(result)] = np.nan
-    return result
-
-
-def _sampling_params(request: GenerateRequest) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    spec = request.sampling
-    return SamplingParams(
-        temperature=spec.temperature,
-        top_p=spec.top_p,
-        top_k=spec.top_k,
-        min_p=spec.min_p,
-        seed=spec.seed,
-        max_tokens=spec.max_tokens,
-        stop_token_ids=list(spec.stop),
-        # Only the ids of `stop` end a turn; whatever the model directory calls eos is one of them if the renderer says so.
-        ignore_eos=True,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,
-    )

@@ -15,15 +15,17 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sao.config import EngineConfig, WeightsConfig
 from sao.errors import EngineFailure
-from sao.inference.protocol import Canary, EngineSnapshot, Generation, GenerateRequest, PublishReport
-from sao.inference.vllm_core import EngineThread, Job
+from sao.inference.failures import RequestRefused
+from sao.inference.protocol import Canary, EngineSnapshot, GenerateRequest, Generation, PublishReport
+from sao.inference.vllm_core import EngineThread
+from sao.inference.vllm_records import Job
 from sao.weights.bundle import WeightBundle
 
 # vLLM raises a temperature between 0 and this silently; such a request would be scored under another one than it asked for.
@@ -80,6 +82,7 @@ class VllmEngine:
         ):
             os.environ.setdefault(key, value)
         import torch
+        import torch._dynamo
         from vllm import EngineArgs
         from vllm.config import WeightTransferConfig
         from vllm.platforms import current_platform
@@ -107,6 +110,9 @@ class VllmEngine:
             "seed": seed,
             "weight_transfer_config": WeightTransferConfig(backend=vllm_plugin.BACKEND),
         }
+        if config.enforce_eager:
+            # vLLM compiles a helper of its sampler (a rank nobody here reads) on the first sampled batch: 4 to 30 s, enforce_eager or not.
+            torch._dynamo.config.disable = True
         if current_platform.is_cpu():
             _inspect_here(model_path)
             arguments["kv_cache_memory_bytes"] = config.kv_cache_mb << 20
@@ -125,8 +131,8 @@ class VllmEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Generation, None]:
         """One Generation, or one per engine step with `stream`. Closing the generator early frees the request.
 
-        Raises EngineFailure for a budget below 1, a prompt that is empty, out of vocabulary or as long as the context, a pinned version the engine
-        does not have, and when the engine dies. A budget beyond the context ends there with finish `length`.
+        Raises RequestRefused for a budget below 1, a prompt that is empty, out of vocabulary or as long as the context, and a pinned version the
+        engine does not have; EngineFailure when the engine dies. A budget beyond the context ends there with finish `length`.
         """
         self._check(request)
         job = Job(request, asyncio.get_running_loop(), asyncio.Queue(), time.monotonic())
@@ -144,24 +150,17 @@ class VllmEngine:
             if not ended:
                 self._thread.cancel(job)
 
-    async def complete(self, request: GenerateRequest) -> Generation:
-        """`generate` for callers that do not stream: the one Generation of a request without `stream`."""
-        async for generation in self.generate(request):
-            if generation.finish is not None:
-                return generation
-        raise EngineFailure(f"engine {self.name} gave no answer to request {request.request_id}")
-
     def _check(self, request: GenerateRequest) -> None:
         tokens, spec = request.token_ids, request.sampling
         about = f"request {request.request_id} on engine {self.name}"
         if spec.max_tokens < 1:
-            raise EngineFailure(f"{about}: the budget is {spec.max_tokens} tokens, it must be at least 1")
+            raise RequestRefused(f"{about}: the budget is {spec.max_tokens} tokens, it must be at least 1")
         if not 1 <= len(tokens) < self._context:
-            raise EngineFailure(f"{about}: the prompt has {len(tokens)} tokens, the context holds {self._context} including at least one to sample")
+            raise RequestRefused(f"{about}: the prompt has {len(tokens)} tokens, the context holds {self._context} including at least one to sample")
         if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocabulary:
-            raise EngineFailure(f"{about}: token ids {int(tokens.min())}..{int(tokens.max())} leave the vocabulary of {self._vocabulary}")
+            raise RequestRefused(f"{about}: token ids {int(tokens.min())}..{int(tokens.max())} leave the vocabulary of {self._vocabulary}")
         if not (spec.temperature == 0 or spec.temperature >= LOWEST_TEMPERATURE):
-            raise EngineFailure(f"{about}: temperature {spec.temperature} must be 0 or at least {LOWEST_TEMPERATURE}")
+            raise RequestRefused(f"{about}: temperature {spec.temperature} must be 0 or at least {LOWEST_TEMPERATURE}")
 
     async def publish(self, bundle: WeightBundle, version: int, canary: Canary | None = None) -> PublishReport:
         asked = time.monotonic()
@@ -215,7 +214,7 @@ class VllmEngine:
         await asyncio.to_thread(self._thread.close)
 
     async def _call(self, function: Any) -> Any:
-        return await asyncio.wrap_future(cast("Future[Any]", self._thread.call(function)))
+        return await asyncio.wrap_future(self._thread.call(function))
 
 
 def _inspect_here(model_path: str) -> None:

@@ -7,6 +7,7 @@ The manifest is what makes a refusal safe: a bundle that does not fit is refused
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from vllm.platforms import current_platform
 from sao.errors import PublishFailure
 from sao.weights.bundle import WeightBundle
 from sao.weights.torch_bundle import unpack
+
+# It warns of every layer without weights of its own (a tied head, rotary tables) at each reload; coverage is checked below.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 def _shown(names: set[str]) -> str:
