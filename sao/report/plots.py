@@ -152,7 +152,7 @@ def bar_chart(
             labels.append(f'<span class="xl" style="left:{(i + 0.5) * pitch / 10:.2f}%">{html.escape(name)}</span>')
         if len(values) <= 16:
             labels.append(f'<span class="bl" style="left:{(i + 0.5) * pitch / 10:.2f}%;top:{top / 10:.2f}%">{_bar_label(value)}</span>')
-    data = {
+    data: dict[str, object] = {
         "bars": [
             {"n": f"{x_label} {n}", "v": f"{short(v)} {unit}".strip(), "c": colors[i] if colors else "c1"}
             for i, (n, v) in enumerate(zip(names, values, strict=True))
@@ -279,7 +279,7 @@ def _figure(
 ) -> str:
     svg = f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" aria-label="{html.escape(title)}">{"".join(shapes)}</svg>'
     payload = html.escape(json.dumps(data, separators=(",", ":"), allow_nan=False))
-    note = f'<span class="note">{note}</span>' if note else ""
+    note = f'<span class="note">{html.escape(note)}</span>' if note else ""
     return (
         f'<figure class="plot{" wide" if wide else ""}"><figcaption><b>{html.escape(title)}</b>{note}</figcaption>{legend}'
         f'<div class="axes" style="min-height:{height}px" data-plot="{payload}">{svg}{"".join(labels)}<span class="xn">{html.escape(x_label)}</span></div></figure>'

@@ -126,7 +126,10 @@ if (samples) {
   };
   const chooser = document.getElementById("colouring");
   const repaint = (root) => root.querySelectorAll(".tokens").forEach((element) => paint(element, chooser.value));
-  chooser.addEventListener("change", () => repaint(samples));
+  chooser.addEventListener("change", () => {
+    repaint(samples);
+    document.querySelector(".tokens-legend").style.display = chooser.value === "role" ? "" : "none";
+  });
 }
 
 document.getElementById("theme").addEventListener("click", () => {

@@ -21,7 +21,7 @@ from sao.report.store import read_columns, stored_steps
 
 SCALARS = ("step", "segment", "episode_ordinal", "attempt", "reward", "staleness", "turns", "action_tokens", "tokens", "trained_at_version")
 # Per-token statistics read at most this many steps' files, spread over the run.
-TOKEN_STEPS = 150
+TOKEN_STEPS = 300
 
 
 @dataclass
@@ -91,16 +91,30 @@ class RunData:
 
 def load_run(run_dir: Path) -> RunData:
     """Read a run folder. Nothing raises for a missing or broken part; it is left empty and named in `notes`."""
-    run = RunData(run_dir)
+    run = load_run_settings(run_dir)
     readers: dict[str, Callable[[], None]] = {
-        "config.yaml": lambda: _config(run),
-        "plan.txt": lambda: setattr(run, "plan", (run_dir / "plan.txt").read_text(encoding="utf-8")),
-        "command.json": lambda: setattr(run, "command", _json_object(run_dir / "command.json")),
         "metrics.jsonl": lambda: setattr(run, "metrics", _records(read_metrics(run_dir), "metrics.jsonl")),
         "eval.jsonl": lambda: setattr(run, "evals", _records(read_jsonl(run_dir / "eval.jsonl"), "eval.jsonl")),
         "ledger.json": lambda: setattr(run, "ledger", _json_object(run_dir / "ledger.json")),
         "trajectories/": lambda: _episodes(run),
     }
+    _read_all(run, readers)
+    return run
+
+
+def load_run_settings(run_dir: Path) -> RunData:
+    """Configuration, plan and command of a run alone."""
+    run = RunData(run_dir)
+    readers: dict[str, Callable[[], None]] = {
+        "config.yaml": lambda: _config(run),
+        "plan.txt": lambda: setattr(run, "plan", (run_dir / "plan.txt").read_text(encoding="utf-8")),
+        "command.json": lambda: setattr(run, "command", _json_object(run_dir / "command.json")),
+    }
+    _read_all(run, readers)
+    return run
+
+
+def _read_all(run: RunData, readers: dict[str, Callable[[], None]]) -> None:
     for name, reader in readers.items():
         try:
             reader()
@@ -108,7 +122,6 @@ def load_run(run_dir: Path) -> RunData:
             run.notes.append(f"{name} is not there")
         except (DataError, OSError, ValueError, KeyError, TypeError) as error:
             run.notes.append(f"{name} could not be read: {error}")
-    return run
 
 
 def _config(run: RunData) -> None:

@@ -150,7 +150,10 @@ def read_columns(run_dir: Path | str, steps: Iterable[int] | None = None, column
     """The named columns of the given steps (all by default) as one Arrow table, a row per segment; without the lists it is cheap."""
     chosen = stored_steps(run_dir) if steps is None else list(steps)
     tables = [_read(step_path(run_dir, step), columns) for step in chosen]
-    return pa.concat_tables(tables) if tables else pa.schema([SCHEMA.field(name) for name in columns]).empty_table()
+    if tables:
+        return pa.concat_tables(tables)
+    fields = [SCHEMA.field(name) for name in columns]
+    return pa.Table.from_arrays([column([], field.type) for field in fields], schema=pa.schema(fields))
 
 
 def read_trajectories(run_dir: Path | str, steps: Iterable[int] | None = None, episode: int | None = None) -> list[StoredEpisode]:

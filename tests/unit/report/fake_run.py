@@ -110,6 +110,7 @@ def make_run(run_dir: Path, steps: int = 60, *, tokenizer: bool = True) -> Path:
         f"env:\n  name: calculator\nrollout:\n  staleness: {BOUND}\ncritic:\n  critic_only_steps: {WARMUP}\nalgo:\n  name: sao\n  eps_low: 0.3\n  eps_high: 5.0\n"
     )
     (run_dir / "plan.txt").write_text("actor        count  cpus\nengine           1     1\nlearner          1     1\nworkers          1     0\n")
+    (run_dir / "command.json").write_text(json.dumps({"verb": "train", "overrides": ["experiment=demo"], "model": ""}))
     if tokenizer:
         write_tokenizer(run_dir / "checkpoints" / "final" / "policy")
     store, trained_tokens, ordinal = TrajectoryWriter(run_dir), 0, 0
