@@ -66,8 +66,8 @@ class RichProgress:
             inner = max(40, min(width, 140) - 4)
             columns = 3 if inner >= 96 else 2
             stats = self._stats(columns)
-            curve_rows = max(3, min(13, height - 12 // columns - _LOG_LINES - 9)) | 1  # odd, so that one row is the middle
-            body: list[RenderableType] = [*self._curve(inner, curve_rows), Text(), stats, Text(), self._bar(inner)]
+            curve_rows = max(3, min(13, height - 12 // columns - _LOG_LINES - 10)) | 1  # odd, so that one row is the middle
+            body: list[RenderableType] = [*self._curve(inner, curve_rows), Text(), stats, self._dropped(), Text(), self._bar(inner)]
             if self._logs:
                 body += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in self._logs]
             return Panel(
@@ -141,7 +141,6 @@ class RichProgress:
             ("buffered", Text().append(f"{s.buffered}", "bold").append(" episodes", style="dim")),
             ("response", _number(s.response_length, ",.1f").append(" tokens", style="dim")),
             ("entropy", _number(s.entropy, ".3f").append(" nats", style="dim")),
-            ("dropped", Text(dropped_text(s.dropped), style="bold yellow" if any(s.dropped.values()) else "bold")),
         ]
         table = Table.grid(expand=True, padding=(0, 2, 0, 0))
         for _ in range(columns):
@@ -150,6 +149,11 @@ class RichProgress:
         for start in range(0, len(rendered), columns):
             table.add_row(*rendered[start : start + columns])
         return table
+
+    def _dropped(self) -> Text:
+        dropped = self._track.state.dropped
+        text = Text(no_wrap=True, overflow="ellipsis").append(f"{'dropped':<14}", "dim")
+        return text.append(dropped_text(dropped), "bold yellow" if any(dropped.values()) else "bold")
 
     def _bar(self, inner: int) -> Text:
         s, total = self._track.state, max(1, self._track.total_steps)
