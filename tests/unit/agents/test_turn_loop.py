@@ -210,6 +210,17 @@ def test_a_prefix_break_forks_and_loses_no_token(chatml) -> None:
     assert got.segments[0].token_ids[: position + 1].tolist() == got.segments[1].token_ids[: position + 1].tolist()
 
 
+def test_a_fork_counts_shared_tokens_once_against_the_budget(chatml) -> None:
+    reply = [90, 91, chatml.end]
+    generate = ScriptedGenerate([reply, [92, chatml.end]])
+    got = episode(Breaking(chatml, 1), generate, ScriptedEnvironment([say(), DONE]), Limits(max_tokens=60))
+    first, second = got.segments
+    _, position = second.parent or (-1, -1)
+    logged = len(generate.requests[0].token_ids) + len(reply) + len(generate.requests[1].token_ids) - (position + 1)
+    assert generate.requests[1].sampling.max_tokens == 60 - logged
+    assert first.token_ids[position] == second.token_ids[position]
+
+
 @pytest.mark.parametrize(("reasoning", "segments"), [("keep", 1), ("template", 2)])
 def test_reasoning_is_kept_or_forked_never_half(reasoning: str, segments: int) -> None:
     """C5, C6, C7: both policies log every sampled span once, and the mask covers nothing else."""
