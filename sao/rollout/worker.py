@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from sao.agents.turns import Limits, run_episode
 from sao.config import Config, EnvConfig
 from sao.environment import Environment
 from sao.errors import SystemFailure
-from sao.inference.pool import EnginePool
+from sao.inference.pool import EngineHandle, EnginePool
 from sao.inference.protocol import GenerateRequest, Generation
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
 from sao.rollout.staleness import Finished
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class EpisodeWorker:
     """Stateless between episodes but for caches; safe for many concurrent `run` calls on one event loop."""
 
-    def __init__(self, config: Config, env_configs: Sequence[EnvConfig], model_path: str, engines: Mapping[str, Any]) -> None:
+    def __init__(self, config: Config, env_configs: Sequence[EnvConfig], model_path: str, engines: Sequence[EngineHandle]) -> None:
         from transformers import AutoTokenizer
 
         self.config = config

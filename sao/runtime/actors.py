@@ -41,7 +41,6 @@ def thread_environment(threads: int) -> dict[str, str]:
 def engine_environment(threads: int) -> dict[str, str]:
     return thread_environment(threads) | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
@@ -79,10 +78,9 @@ class EngineActor:
         return {"pid": os.getpid(), "start_s": self.start_s}
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        from sao.inference.streams import join
+        from sao.inference.pool import complete
 
-        chunks: list[Generation] = [chunk async for chunk in self.engine.generate(request)]
-        return join(chunks)
+        return await complete(self.engine, request)
 
     async def publish(self, weights: Any, version: int) -> PublishReport:
         bundle, canary = weights
@@ -93,6 +91,15 @@ class EngineActor:
 
     async def snapshot(self) -> EngineSnapshot:
         return await self.engine.snapshot()
+
+    async def drain(self, export: bool = True) -> int:
+        return await self.engine.drain(export)
+
+    async def wake(self) -> None:
+        await self.engine.wake()
+
+    async def begin_incarnation(self, incarnation: int) -> None:
+        await self.engine.begin_incarnation(incarnation)
 
     async def close(self) -> None:
         await self.engine.close()
@@ -108,7 +115,7 @@ class WorkerActor:
         from sao.rollout.worker import EpisodeWorker
         from sao.runtime.remote import RemoteEngine
 
-        handles = {engine: RemoteEngine(engine, handle, config.engine.request_timeout_s) for engine, handle in engines.items()}
+        handles = [RemoteEngine(engine, handle, config.engine.request_timeout_s) for engine, handle in engines.items()]
         self.worker = EpisodeWorker(config, env_configs, model_path, handles)
 
     async def ready(self) -> dict[str, Any]:

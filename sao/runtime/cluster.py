@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from sao.config import Config, EnvConfig
 from sao.errors import EngineFailure, SystemFailure, UserError
-from sao.inference.pool import EnginePool
-from sao.inference.protocol import EngineSnapshot, PublishReport
+from sao.inference.pool import EnginePool, PoolEvent
+from sao.inference.protocol import EngineSnapshot
 from sao.runtime.actors import EngineActor, LearnerActor, WorkerActor, gather_ready, thread_environment
 from sao.runtime.remote import RemoteEngine, RemoteLearner, RemoteWorkers
 from sao.runtime.run_folder import write_atomically
@@ -54,7 +54,7 @@ class Cluster:
 
     async def __aenter__(self) -> Cluster:
         try:
-            await asyncio.to_thread(self._start_ray)
+            self._start_ray()  # Ray installs its signal handlers only from the main thread
             self._create()
             await self._await_ready()
         except BaseException:
@@ -148,35 +148,25 @@ class Cluster:
         actors = {name: actor for name, actor in self.actors.items() if name.startswith("worker-")}
         return RemoteWorkers(actors, EPISODE_GRACE_S, self.config.rollout.time_limit_s)
 
-    def engines(self) -> PublishingPool:
+    def engines(self) -> EnginePool:
+        """The driver's view of the engines: publication and snapshots. Requests go from the workers straight to the engines."""
         timeout = self.config.engine.request_timeout_s
-        return PublishingPool({name: RemoteEngine(name, actor, timeout) for name, actor in self.actors.items() if name.startswith("engine-")})
+        handles = [RemoteEngine(name, actor, timeout) for name, actor in self.actors.items() if name.startswith("engine-")]
+        return EnginePool(handles, on_event=_give_up)
 
-    async def watch(self, pool: PublishingPool, seen: Callable[[Sequence[EngineSnapshot]], None]) -> None:
+    async def watch(self, pool: EnginePool, seen: Callable[[Sequence[EngineSnapshot]], None]) -> None:
         """Poll the engines for ever; raises EngineFailure as soon as one is gone."""
         while True:
             seen(await pool.snapshots())
             await asyncio.sleep(SNAPSHOT_EVERY_S)
 
 
+def _give_up(event: PoolEvent) -> None:
+    """An engine that leaves the pool ends the run: nothing replaces it yet."""
+    if event.kind == "left":
+        raise EngineFailure(f"{event.engine} left the pool: {event.reason}")
+
+
 def _reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
-
-
-class PublishingPool:
-    """The driver's view of the engines: publication and snapshots (requests go from the workers straight to the engines)."""
-
-    def __init__(self, engines: dict[str, RemoteEngine]) -> None:
-        self.pool = EnginePool(engines)
-        self.engines = engines
-
-    async def publish(self, weights: Any, version: int) -> Sequence[PublishReport]:
-        reports = await self.pool.publish(weights, version)
-        if len(reports) < len(self.engines):
-            missing = sorted(set(self.engines) - {report.engine for report in reports})
-            raise EngineFailure(f"{', '.join(missing)} did not take version {version}; see its log in the run folder")
-        return reports
-
-    async def snapshots(self) -> Sequence[EngineSnapshot]:
-        return await asyncio.gather(*(engine.snapshot() for engine in self.engines.values()))

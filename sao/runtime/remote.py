@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 from sao.errors import EngineFailure, LearnerFailure, SaoError, SystemFailure, WorkerFailure
-from sao.inference.protocol import EngineSnapshot, GenerateRequest, Generation, PublishReport
+from sao.inference.protocol import Canary, EngineSnapshot, GenerateRequest, Generation, PublishReport
 from sao.learner.protocol import StepReport
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
 from sao.rollout.staleness import Finished
@@ -47,11 +47,21 @@ class RemoteEngine:
     async def generate(self, request: GenerateRequest) -> Generation:
         return await call(self.actor.generate.remote(request), self.name, EngineFailure, self.timeout_s)
 
-    async def publish(self, weights: Any, version: int) -> PublishReport:
-        return await call(self.actor.publish.remote(weights, version), self.name, EngineFailure, self.timeout_s)
+    async def publish(self, bundle: Any, version: int, canary: Canary | None = None) -> PublishReport:
+        """`bundle` is the learner's reference to (bundle, canary): the engine's process reads it, this one never does."""
+        return await call(self.actor.publish.remote(bundle, version), self.name, EngineFailure, self.timeout_s)
+
+    async def drain(self, export: bool = True) -> int:
+        return await call(self.actor.drain.remote(export), self.name, EngineFailure, self.timeout_s)
 
     async def snapshot(self) -> EngineSnapshot:
         return await call(self.actor.snapshot.remote(), self.name, EngineFailure, self.timeout_s)
+
+    async def wake(self) -> None:
+        await call(self.actor.wake.remote(), self.name, EngineFailure, self.timeout_s)
+
+    async def begin_incarnation(self, incarnation: int) -> None:
+        await call(self.actor.begin_incarnation.remote(incarnation), self.name, EngineFailure, self.timeout_s)
 
 
 class RemoteLearner:
