@@ -130,17 +130,17 @@ class RichProgress:
         bound = f" of {s.staleness_bound} allowed" if s.staleness_bound is not None else ""
         over = s.staleness_bound is not None and s.staleness_max is not None and s.staleness_max > s.staleness_bound
         cells: list[tuple[str, Text]] = [
-            ("generated", _number(s.tokens_per_s, ",.0f").append(" tok/s", style="dim")),
-            ("staleness", _number(s.staleness_mean, ".2f").append(" mean", style="dim")),
+            ("generated", _number(s.tokens_per_s, ",.0f", unit=" tok/s")),
+            ("staleness", _number(s.staleness_mean, ".2f", unit=" mean")),
             ("published", Text().append(f"{s.publications}×", "bold").append(f"  version {s.version}", style="dim")),
             ("engines idle", _idle(s.engine_idle)),
-            ("staleness max", _number(s.staleness_max, "d", "bold red" if over else "bold").append(bound, style="dim")),
-            ("canary gap", _number(s.canary_gap, ".1e").append(" log-prob", style="dim")),
+            ("staleness max", _number(s.staleness_max, "d", "bold red" if over else "bold", bound)),
+            ("canary gap", _number(s.canary_gap, ".1e", unit=" log-prob")),
             ("learner idle", _idle(s.learner_idle)),
             ("in flight", Text().append(f"{s.in_flight}", "bold").append(" episodes", style="dim")),
             ("buffered", Text().append(f"{s.buffered}", "bold").append(" episodes", style="dim")),
-            ("response", _number(s.response_length, ",.1f").append(" tokens", style="dim")),
-            ("entropy", _number(s.entropy, ".3f").append(" nats", style="dim")),
+            ("response", _number(s.response_length, ",.1f", unit=" tokens")),
+            ("entropy", _number(s.entropy, ".3f", unit=" nats")),
         ]
         table = Table.grid(expand=True, padding=(0, 2, 0, 0))
         for _ in range(columns):
@@ -165,8 +165,8 @@ class RichProgress:
         return Text().append(head, "bold").append("━" * full, style="cyan").append("━" * (width - full), style="bright_black").append(tail)
 
 
-def _number(value: float | None, spec: str, style: str = "bold") -> Text:
-    return Text().append("–", "dim") if value is None else Text().append(format(value, spec), style)
+def _number(value: float | None, spec: str, style: str = "bold", unit: str = "") -> Text:
+    return Text().append("–", "dim") if value is None else Text().append(format(value, spec), style).append(unit, "dim")
 
 
 def _idle(share: float | None) -> Text:
