@@ -219,7 +219,7 @@ class EnginePool:
         self._publish_timeout_s = publish_timeout_s
         self._wait_s = wait_s
         self._writer = asyncio.Lock()
-        self._changed = asyncio.Condition()
+        self._arrival = asyncio.Event()
         self._current: tuple[Any, Canary | None] | None = None
 
     @property
@@ -257,16 +257,16 @@ class EnginePool:
             self.counters.continued += 1
             avoid = member.handle.name
 
-    async def _choose(self, request: GenerateRequest, avoid: str) -> _Member:
-        def open_members() -> list[_Member]:
-            return [member for member in self._members.values() if not member.draining]
+    def _open(self) -> list[_Member]:
+        return [member for member in self._members.values() if not member.draining]
 
-        async with self._changed:
+    async def _choose(self, request: GenerateRequest, avoid: str) -> _Member:
+        while not (members := self._open()):
+            self._arrival.clear()
             try:
-                await asyncio.wait_for(self._changed.wait_for(lambda: bool(open_members())), self._wait_s)
+                await asyncio.wait_for(self._arrival.wait(), self._wait_s)
             except TimeoutError as error:
                 raise EngineFailure(f"no engine to serve request {request.request_id} for {self._wait_s:g} seconds") from error
-        members = open_members()
         candidates = [member for member in members if member.handle.name != avoid] or members
         name = self._router.choose(request, [EngineLoad(m.handle.name, m.requests, m.tokens) for m in candidates])
         return self._members[name]
@@ -313,7 +313,7 @@ class EnginePool:
                 bundle, canary = self._current
                 await self._bounded_publish(handle, bundle, self.version, canary)
             self._members[handle.name] = _Member(handle)
-        await self._notify()
+            self._arrival.set()
         self._on_event(PoolEvent("joined", handle.name))
 
     async def drain(self, name: str, export: bool = True) -> int:
@@ -329,11 +329,7 @@ class EnginePool:
             member = self._members[name]
             await member.handle.wake()
             member.draining = False
-        await self._notify()
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+            self._arrival.set()
 
     # -- weights ----------------------------------------------------------------------------------------------------------------------
 

@@ -210,6 +210,10 @@ class VllmEngine:
             at=now,
         )
 
+    def drafts(self) -> tuple[int, int]:
+        """Tokens proposed and accepted by speculative decoding so far; (0, 0) without it."""
+        return self._thread.counters.drafted, self._thread.counters.accepted
+
     async def close(self) -> None:
         await asyncio.to_thread(self._thread.close)
 

@@ -40,6 +40,8 @@ class Counters:
     prefix_hits: int = 0
     generated: int = 0
     prompt: int = 0
+    drafted: int = 0
+    accepted: int = 0
     aborted: int = 0
     busy_s: float = 0.0
     stall_s: float = 0.0
@@ -49,6 +51,9 @@ class Counters:
         self.kv_use = scheduler_stats.kv_cache_usage
         self.prefix_queries += scheduler_stats.prefix_cache_stats.queries
         self.prefix_hits += scheduler_stats.prefix_cache_stats.hits
+        if scheduler_stats.spec_decoding_stats is not None:
+            self.drafted += scheduler_stats.spec_decoding_stats.num_draft_tokens
+            self.accepted += scheduler_stats.spec_decoding_stats.num_accepted_tokens
         if iteration_stats is not None:
             self.generated += iteration_stats.num_generation_tokens
             self.prompt += iteration_stats.num_prompt_tokens

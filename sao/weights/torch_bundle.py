@@ -52,8 +52,7 @@ def pack(named_tensors: Iterable[tuple[str, torch.Tensor]], buffer: NDArray[np.u
         buffer = np.zeros(offset, np.uint8)
     whole = torch.from_numpy(buffer)
     for spec, (_, tensor) in zip(specs, kept, strict=True):
-        if spec.nbytes:
-            whole[spec.offset : spec.offset + spec.nbytes].view(tensor.dtype).view(spec.shape).copy_(tensor)
+        _view(whole, spec).copy_(tensor)
     return WeightBundle(tuple(specs), buffer)
 
 
@@ -64,5 +63,11 @@ def unpack(bundle: WeightBundle) -> Iterator[tuple[str, torch.Tensor]]:
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         whole = torch.from_numpy(bundle.buffer)
     for spec in bundle.specs:
-        dtype = getattr(torch, spec.dtype)
-        yield spec.name, whole[spec.offset : spec.offset + spec.nbytes].view(dtype).view(spec.shape)
+        yield spec.name, _view(whole, spec)
+
+
+def _view(whole: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    if spec.nbytes == 0:
+        return torch.empty(spec.shape, dtype=dtype)
+    return whole[spec.offset : spec.offset + spec.nbytes].view(dtype).view(spec.shape)

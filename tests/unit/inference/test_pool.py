@@ -1,0 +1,218 @@
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sao.errors import EngineFailure, PublishFailure
+from sao.inference.failures import RequestRefused
+from sao.inference.pool import EngineLoad, EnginePool, LocalHandle, StickyLeastLoaded, complete
+from sao.inference.protocol import Canary, GenerateRequest
+from sao.inference.scripted import ScriptedEngine
+from sao.trajectory import SamplingSpec
+from sao.weights.bundle import WeightBundle
+
+BUNDLE = WeightBundle((), np.zeros(0, np.uint8))
+
+
+def request(name="r", budget=20, tokens=(1, 2, 3), session=None, stop=()):
+    return GenerateRequest(name, np.asarray(tokens, np.int32), SamplingSpec(max_tokens=budget, stop=stop), session or name)
+
+
+def pool_of(*engines, **options):
+    return EnginePool([LocalHandle(engine, engine.name) for engine in engines], **options)
+
+
+def test_a_session_stays_and_a_new_one_goes_where_least_runs():
+    router = StickyLeastLoaded()
+    loads = [EngineLoad("a", 2, 0), EngineLoad("b", 1, 0)]
+    assert router.choose(request("x"), loads) == "b"
+    assert router.choose(request("x"), [EngineLoad("a", 0, 0), EngineLoad("b", 9, 0)]) == "b"
+    assert router.choose(request("y"), [EngineLoad("b", 1, 0), EngineLoad("a", 1, 0)]) == "a"
+    router.forget("b")
+    assert router.choose(request("x"), [EngineLoad("a", 0, 0), EngineLoad("b", 9, 0)]) == "a"
+
+
+def test_a_router_forgets_the_longest_idle_sessions():
+    router = StickyLeastLoaded(sessions=2)
+    loads = [EngineLoad("a", 0, 0)]
+    for name in "xyz":
+        router.choose(request(name), loads)
+    assert router.choose(request("x"), [EngineLoad("b", 0, 0), EngineLoad("a", 1, 0)]) == "b"
+
+
+def test_requests_spread_over_engines_and_sessions_stay():
+    async def run():
+        pool = pool_of(ScriptedEngine("a", tick=1), ScriptedEngine("b", tick=1))
+        first = await asyncio.gather(*(pool.generate(request(f"{i}", session=f"s{i}")) for i in range(6)))
+        second = await asyncio.gather(*(pool.generate(request(f"{i}", session=f"s{i}", tokens=(4, i))) for i in range(6)))
+        return [g.engine for g in first], [g.engine for g in second]
+
+    first, second = asyncio.run(run())
+    assert first.count("a") == first.count("b") == 3
+    assert first == second
+
+
+@settings(max_examples=60, deadline=None)
+@given(budget=st.integers(1, 60), drains=st.lists(st.integers(1, 12), max_size=6), stop=st.sampled_from([(), (7,)]), engines=st.integers(1, 3))
+def test_a_drained_turn_continues_within_its_budget_and_loses_nothing(budget, drains, stop, engines):
+    async def run():
+        members = [ScriptedEngine(f"e{i}", tick=1, stop_one_in=30) for i in range(engines)]
+        pool = pool_of(*members)
+        ask = request(budget=budget, stop=stop)
+        task = asyncio.create_task(pool.generate(ask))
+        for index, ticks in enumerate(drains):
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            for member in members if index % 2 else members[:1]:
+                await pool.drain(member.name)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            for member in members:
+                await pool.wake(member.name)
+        whole = await complete(ScriptedEngine("reference", stop_one_in=30), ask)
+        return await task, whole
+
+    turn, whole = asyncio.run(run())
+    assert len(turn.token_ids) <= budget
+    assert turn.token_ids.tolist() == whole.token_ids.tolist()
+    assert turn.finish == whole.finish and turn.prompt_tokens == 3
+    np.testing.assert_array_equal(turn.logprobs, whole.logprobs)
+
+
+def test_a_failing_engine_leaves_and_its_request_runs_once_more_elsewhere():
+    async def run():
+        events = []
+        dying, sound = ScriptedEngine("a", tick=1), ScriptedEngine("b", tick=1)
+        pool = pool_of(dying, sound, on_event=events.append)
+        tasks = [asyncio.create_task(pool.generate(request(f"{i}", session=f"s{i}", budget=50))) for i in range(4)]
+        for _ in range(6):
+            await asyncio.sleep(0)
+        dying.kill("kill -9")
+        results = await asyncio.gather(*tasks)
+        whole = await complete(ScriptedEngine(), request(budget=50))
+        return pool, events, results, whole
+
+    pool, events, results, whole = asyncio.run(run())
+    assert pool.live == ("b",)
+    assert all(g.engine == "b" and g.token_ids.tolist() == whole.token_ids.tolist() for g in results)
+    assert [e.kind for e in events].count("left") == 1 and [e.kind for e in events].count("reissued") == 2
+    assert pool.counters.reissued == pool.counters.lost_requests == 2
+    assert pool.counters.lost_tokens == sum(e.tokens for e in events if e.kind == "lost") > 0
+
+
+def test_a_request_is_issued_again_only_once():
+    async def run():
+        def fault(request, tokens):
+            raise EngineFailure("broken")
+
+        pool = pool_of(*(ScriptedEngine(name, fault=fault) for name in "abc"))
+        with pytest.raises(EngineFailure, match="broken"):
+            await pool.generate(request())
+        return pool
+
+    pool = asyncio.run(run())
+    assert len(pool.live) == 1 and pool.counters.reissued == 1
+
+
+def test_a_refused_request_costs_no_engine():
+    async def run():
+        pool = pool_of(ScriptedEngine("a", context=8))
+        for bad in (request(budget=0), request(tokens=range(9))):
+            with pytest.raises(RequestRefused):
+                await pool.generate(bad)
+        return pool.live
+
+    assert asyncio.run(run()) == ("a",)
+
+
+def test_a_hung_engine_times_out_and_leaves():
+    async def run():
+        async def forever(seconds):
+            await asyncio.Event().wait()
+
+        pool = pool_of(ScriptedEngine("a", token_s=lambda r: 1.0, sleep=forever), ScriptedEngine("b"), request_timeout_s=0.05)
+        return await pool.generate(request()), pool.live
+
+    generation, live = asyncio.run(run())
+    assert generation.engine == "b" and live == ("b",)
+
+
+def test_without_an_engine_a_request_waits_for_a_replacement_or_fails():
+    async def run():
+        pool = pool_of(wait_s=0.05)
+        with pytest.raises(EngineFailure, match="no engine"):
+            await pool.generate(request())
+        pool = pool_of(wait_s=5.0)
+        task = asyncio.create_task(pool.generate(request()))
+        await asyncio.sleep(0)
+        await pool.join(LocalHandle(ScriptedEngine("late"), "late"))
+        return (await task).engine
+
+    assert asyncio.run(run()) == "late"
+
+
+def test_publication_reaches_every_live_engine_and_a_failing_one_leaves():
+    async def run():
+        good, bad = ScriptedEngine("a"), ScriptedEngine("b", canary_gap=lambda canary: 1.0)
+        pool = pool_of(good, bad)
+        first = await pool.publish(BUNDLE, 1, gather_s=0.5)
+        second = await pool.publish(BUNDLE, 2, Canary((1, 2), (-1.0,)))
+        live = pool.live
+        with pytest.raises(PublishFailure, match="older"):
+            await pool.publish(BUNDLE, 1)
+        good.kill()
+        with pytest.raises(PublishFailure, match="reached no engine"):
+            await pool.publish(BUNDLE, 3)
+        return first, second, live, pool
+
+    first, second, live, pool = asyncio.run(run())
+    assert [(r.engine, r.version, r.gather_s) for r in first] == [("a", 1, 0.5), ("b", 1, 0.5)]
+    assert [r.engine for r in second] == ["a"] and live == ("a",) and pool.live == ()
+
+
+def test_an_engine_rejoins_only_with_current_weights():
+    async def run():
+        pool = pool_of(ScriptedEngine("a"))
+        await pool.publish(BUNDLE, 4)
+        fresh = ScriptedEngine("b")
+        await pool.join(LocalHandle(fresh, "b"))
+        versions = [s.version for s in await pool.snapshots()]
+        broken = ScriptedEngine("c", canary_gap=lambda canary: float("nan"))
+        await pool.publish(BUNDLE, 5, Canary((1, 2), (-1.0,)))
+        with pytest.raises(PublishFailure):
+            await pool.join(LocalHandle(broken, "c"))
+        resumed = pool_of(version=7)
+        with pytest.raises(PublishFailure, match="no weights of version 7"):
+            await resumed.join(LocalHandle(ScriptedEngine("d"), "d"))
+        return versions, pool.live
+
+    assert asyncio.run(run()) == ([4, 4], ("a", "b"))
+
+
+def test_an_engine_that_joins_during_a_publication_gets_it_too():
+    async def run():
+        pool = pool_of(ScriptedEngine("a", publish_s=0.02))
+        publication = asyncio.create_task(pool.publish(BUNDLE, 1))
+        await asyncio.sleep(0)
+        late = ScriptedEngine("b")
+        await pool.join(LocalHandle(late, "b"))
+        await publication
+        return late.version
+
+    assert asyncio.run(run()) == 1
+
+
+def test_a_roll_back_repeats_versions_under_a_new_incarnation():
+    async def run():
+        engines = [ScriptedEngine("a"), ScriptedEngine("b")]
+        pool = pool_of(*engines)
+        await pool.publish(BUNDLE, 6)
+        reports = await pool.roll_back(1, BUNDLE, 4)
+        await pool.publish(BUNDLE, 5)
+        return reports, [(e.incarnation, e.published) for e in engines], pool.version
+
+    reports, engines, version = asyncio.run(run())
+    assert [r.version for r in reports] == [4, 4] and version == 5
+    assert engines == [(1, [6, 4, 5])] * 2
