@@ -68,7 +68,7 @@ class ModelConfig:
 @dataclass
 class CriticConfig:
     updates: int = 2  # K optimiser steps per actor step
-    freeze: list[str] = field(default_factory=lambda: [r"\.self_attn\.", r"\.linear_attn\."])  # regular expressions on parameter names; empty: none
+    freeze: list[str] = field(default_factory=lambda: [r"\.(self_attn|linear_attn)\."])  # regular expressions on parameter names; empty: none
     head_init: str = "zero"  # zero | normal
     critic_only_steps: int = 10  # first steps with the actor frozen
     path: str = ""  # start from this critic (for instance of `run.phase=critic`) instead of the policy's weights

@@ -111,7 +111,7 @@ class RunObserver:
         self._engine_history.append((now, snapshots))
         while len(self._engine_history) > 2 and now - self._engine_history[1][0] > IDLE_WINDOW_S:
             self._engine_history.pop(0)
-        then, earlier = self._engine_history[0]
+        _, earlier = self._engine_history[0]
         values = engine_metrics(earlier, snapshots)
         self.metrics.log("engine", round(now - self.started, 2), values)
         changes: dict[str, float | int | None] = {"tokens_per_s": values.get("engine/tokens_per_s"), "engine_idle": values.get("engine/idle_share")}

@@ -17,7 +17,7 @@ from sao.environment import Action, Context, Message, StepResult, Task
 from sao.envs.calculator.arithmetic import OperationError, Problem, one_operation
 from sao.envs.calculator.demonstrations import script
 
-SYSTEM = "Use the calculator, one operation a call, then answer with the number alone."
+SYSTEM = 'Use the calculator, one operation a call. Then say "The answer is" and the number.'
 OPERATORS = (("+", "*"), ("*", "+"), ("-", "*"), ("*", "-"), ("+", "-"), ("-", "+"), ("+", "+"))
 SCHEMA: dict[str, Any] = {
     "type": "function",
@@ -26,6 +26,7 @@ SCHEMA: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
     },
 }
+ANSWER = re.compile(r"\s*(?:The answer is)?\s*(-?\d{1,18})\.?\s*", re.ASCII | re.IGNORECASE)
 HELD_OUT_SHARE = 10  # one expression in so many belongs to the held-out split
 
 
@@ -67,7 +68,8 @@ class CalculatorEnvironment:
                 message: Message = {"role": "tool", "name": call.name, "content": self.call(call.arguments.get("expression"))}
                 observation.append({**message, "tool_call_id": call.call_id} if call.call_id else message)
             return StepResult(observation)
-        solved = re.fullmatch(r"-?\d{1,18}", action.text.strip(), re.ASCII) is not None and int(action.text) == self.problem.answer
+        answered = ANSWER.fullmatch(action.text)
+        solved = answered is not None and int(answered[1]) == self.problem.answer
         return StepResult(reward=float(solved), terminated=True, info={"calls": self.calls, "errors": self.errors})
 
     def call(self, expression: object) -> str:
@@ -109,4 +111,4 @@ class CalculatorEnvironment:
         for expression in calls:
             messages.append({"role": "assistant", "content": tool_call(expression)})
             messages.append({"role": "tool", "name": "calculator", "content": environment.call(expression)})
-        return [*messages, {"role": "assistant", "content": answer}]
+        return [*messages, {"role": "assistant", "content": f"The answer is {answer}"}]

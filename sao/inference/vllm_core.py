@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from sao.errors import EngineFailure, PublishFailure
+from sao.errors import EngineFailure, PublishFailure, SaoError
 from sao.inference.failures import GenerationLost, RequestRefused
 from sao.inference.prefill import SessionPrefill
 from sao.inference.protocol import Canary, Generation, GenerationFinish, PublishReport
@@ -90,8 +90,13 @@ class EngineThread:
                 return
             try:
                 future.set_result(function())
-            except Exception as error:  # noqa: BLE001 - it is raised again where the caller waits
+            except SaoError as error:
                 future.set_exception(error)
+            except Exception as error:
+                # Nobody knows what state the engine is in.
+                log.exception("engine %s stopped", self.name)
+                self._die(f"engine {self.name} died: {type(error).__name__}: {error}")
+                future.set_exception(EngineFailure(self.failure))
 
         self._put(run)
         return future
@@ -130,7 +135,7 @@ class EngineThread:
             return
         self._ready.set_result(None)
         try:
-            while not self._stop:
+            while not self._stop and self.failure is None:
                 self._take_commands(block=not (self._live or (self._open and self._waiting)))
                 self._admit()
                 if self._engine.has_unfinished_requests():
@@ -140,7 +145,7 @@ class EngineThread:
                         idle.set_result(0)
                     self._idle.clear()
                 self._flush()
-            self._die(f"engine {self.name} was closed")
+            self._die(self.failure or f"engine {self.name} was closed")
         except Exception as error:
             log.exception("engine %s stopped", self.name)
             self._die(f"engine {self.name} died: {type(error).__name__}: {error}")

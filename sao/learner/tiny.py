@@ -45,17 +45,18 @@ def make(
     environment_args: Mapping[str, Any] | None = None,
     vocab_size: int = 1024,
     demonstrations: int = 300,
-    width: int = 96,
+    width: int = 64,
     layers: int = 3,
-    heads: int = 3,
-    feed_forward: int = 256,
+    heads: int = 4,
+    head_size: int = 32,
+    feed_forward: int = 160,
     context: int = 512,
     rope_theta: float = 100.0,
 ) -> None:
     """Write a model directory (fp32 weights, tokenizer, chat template, generation config) to `directory`.
 
     environment: package.module:Class whose demonstrations the tokenizer is trained on. vocab_size: an upper bound, the vocabulary holds what those texts
-    need. width / heads must be a head size vLLM supports on CPU (32, 64, ...).
+    need. head_size must be one vLLM supports on CPU (32, 64, ...).
     """
     module, _, name = environment.partition(":")
     tokenizer = train_tokenizer(texts(getattr(importlib.import_module(module), name), environment_args or {}, demonstrations), vocab_size)
@@ -66,6 +67,7 @@ def make(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
+        head_dim=head_size,
         max_position_embeddings=context,
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         tie_word_embeddings=True,

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
-from sao.agents.renderer import load_renderer
+from sao.agents.renderer import generation_stop_ids, load_renderer
 from sao.agents.turns import Limits, run_episode
 from sao.config import Config, EnvConfig
 from sao.environment import Environment
-from sao.errors import SystemFailure
+from sao.errors import EnvironmentFailure, SystemFailure
 from sao.inference.pool import EngineHandle, EnginePool
-from sao.inference.protocol import GenerateRequest, Generation
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
 from sao.rollout.staleness import Finished
 from sao.tasks.source import environment_args, load_environment
@@ -31,7 +28,8 @@ class EpisodeWorker:
         self.config = config
         self.environments = {env.name: (load_environment(env.target), environment_args(env, config.reward)) for env in env_configs}
         tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=config.model.trust_remote_code)
-        self.renderer = load_renderer(config.model.renderer, tokenizer)
+        stops = generation_stop_ids(model_path)
+        self.renderer = load_renderer(config.model.renderer, tokenizer, reasoning=config.model.reasoning, extra_stop_ids=stops)
         self.pool = EnginePool(engines)
         rollout = config.rollout
         self.limits = Limits(
@@ -49,33 +47,30 @@ class EpisodeWorker:
             trajectory = await self._episode(request)
         except SystemFailure as failure:
             log.warning("episode %s failed: %s", request.episode_id, failure)
-            return EpisodeFailure(request.episode_id, failure.reason, str(failure), getattr(failure, "sampled_tokens", 0)), None
+            return EpisodeFailure(request.episode_id, failure.reason, str(failure), failure.sampled_tokens), None
         if trajectory.finish.kind == "failed":
-            return EpisodeFailure(request.episode_id, trajectory.finish.detail, str(trajectory.finish), trajectory.sampled_tokens), None
+            why = str(trajectory.info.get("failure", trajectory.finish))
+            return EpisodeFailure(request.episode_id, trajectory.finish.detail, why, trajectory.sampled_tokens), None
         return Finished(trajectory.meta(), None), trajectory
 
     async def _episode(self, request: EpisodeRequest) -> Trajectory:
         environment_class, args = self.environments[request.task.environment]
-        environment: Environment = environment_class(request.task, **args)
+        try:
+            environment: Environment = environment_class(request.task, **args)
+        except Exception as error:
+            raise EnvironmentFailure(f"{environment_class.__name__} could not be built for task {request.task.task_id}: {type(error).__name__}: {error}") from error
         return await run_episode(
             request.task,
             environment,
             self.renderer,
-            self._generator(request),
+            self.pool.generate,
             episode_id=request.episode_id,
             admitted_version=request.version,
             sampling=self._sampling(request),
             limits=self.limits,
+            purpose=request.purpose,
+            pinned_version=request.version if request.pinned else None,
         )
-
-    def _generator(self, request: EpisodeRequest) -> Any:
-        if not request.pinned:
-            return self.pool.generate
-
-        async def pinned(call: GenerateRequest) -> Generation:
-            return await self.pool.generate(replace(call, purpose=request.purpose, pinned_version=request.version))
-
-        return pinned
 
     def _sampling(self, request: EpisodeRequest) -> SamplingSpec:
         sampling = self.config.rollout.sampling

@@ -149,10 +149,11 @@ class LearnerActor:
     def step(self, step: int, *trajectories: Trajectory) -> StepReport:
         from sao.learner.protocol import StepReport
 
+        version = self.learner.version
         report = self.learner.step(trajectories, step)
         if self.writer is not None:
             self._written()
-            self.pending = self.background.submit(self.writer.write, step, trajectories, report.records, report.version)
+            self.pending = self.background.submit(self.writer.write, step, trajectories, report.records, version)
         return StepReport(report.step, report.version, report.metrics)
 
     def gather(self) -> Any:

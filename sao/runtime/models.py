@@ -118,7 +118,7 @@ def check_tokenizer(config: Config, path: str) -> None:
     """The tokenizer loads and the renderer can work with it; a `UserError` says what is missing."""
     from transformers import AutoTokenizer
 
-    from sao.agents.renderer import load_renderer
+    from sao.agents.renderer import generation_stop_ids, load_renderer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
@@ -126,4 +126,4 @@ def check_tokenizer(config: Config, path: str) -> None:
         raise
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path={path} has no tokenizer that transformers can load ({type(error).__name__}); add tokenizer.json") from None
-    load_renderer(config.model.renderer, tokenizer)
+    load_renderer(config.model.renderer, tokenizer, reasoning=config.model.reasoning, extra_stop_ids=generation_stop_ids(path))

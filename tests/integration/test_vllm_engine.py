@@ -302,7 +302,7 @@ def test_counters_add_up(served):
 
 def test_sampled_speculation_keeps_the_distribution(served_speculative):
     """Second and third token after a prompt that makes n-gram drafts certain, against exact marginals. Without the plugin's repair the
-    total variation is several times the bound."""
+    second and third are far off while the first, which is not speculative, is right."""
     served, samples, temperature = served_speculative, 1536, 0.7
     everything = np.arange(32, dtype=np.int32)
     prompt = np.concatenate([served.prompt(8) % 32, everything, everything])
@@ -314,7 +314,6 @@ def test_sampled_speculation_keeps_the_distribution(served_speculative):
     pairs = asyncio.run(run())
     drafted, accepted = served.engine.drafts()
     assert drafted > samples and accepted > 0
-    assert_matches(served.model, pairs[:64], temperature)
 
     first = log_softmax(served.model, prompt, temperature)[-1].exp()
     after_one = np.concatenate([np.tile(prompt, (32, 1)), everything[:, None]], 1)
@@ -324,7 +323,29 @@ def test_sampled_speculation_keeps_the_distribution(served_speculative):
     second = first @ second_given
     third = torch.einsum("a,ab,abc->c", first, second_given, third_given)
     tokens = np.stack([g.token_ids for _, g in pairs])
-    for position, exact in ((0, first), (1, second), (2, third)):
-        observed = np.bincount(tokens[:, position], minlength=32) / samples
-        distance = 0.5 * np.abs(observed - exact.numpy()).sum()
-        assert distance < 0.1, f"token {position}: total variation {distance:.3f}"
+    observed = np.stack([np.bincount(tokens[:, position], minlength=32) / samples for position in range(3)])
+    distances = 0.5 * np.abs(observed - torch.stack([first, second, third]).numpy()).sum(-1)
+    assert (distances < 0.1).all(), f"total variation {distances.round(3).tolist()}"
+    assert_matches(served.model, pairs[:64], temperature)
+
+
+def test_a_roll_back_goes_back_in_version_under_another_salt(served):
+    prompt = served.prompt(200)
+
+    async def run():
+        version = (await served.publish(served.other_model(108))).version
+        await served.ask(served.request(prompt))
+        await served.engine.sleep()
+        await served.engine.wake()
+        await served.ask(served.request(prompt))
+        await served.engine.begin_incarnation(1)
+        model = served.other_model(109)
+        await served.engine.publish(pack(model.named_parameters()), version - 1, served.canary(model))
+        await served.engine.publish(pack(model.named_parameters()), version, served.canary(model))
+        served.model = model
+        pairs = await ask_all(served, [served.request(prompt)])
+        return version, (await served.engine.snapshot()).version, pairs
+
+    before, after, pairs = asyncio.run(run())
+    assert before == after and pairs[0][1].cached_tokens == 0
+    assert_matches(served.model, pairs)

@@ -35,12 +35,17 @@ def test_an_episode_of_two_calls_and_the_answer() -> None:
     assert [m["content"] for m in first.observation] == ["170"]
     assert not first.terminated and first.reward == 0
     assert call(environment, "12+170").observation[0]["content"] == "182"
-    last = answer(environment, " 182\n")
+    last = answer(environment, "The answer is 182")
     assert last.terminated and last.reward == 1.0
     assert last.info == {"calls": 2, "errors": 0}
 
 
-@pytest.mark.parametrize("text", ["181", "-182", "", "the answer is 182", "182.0", "182 182", "1_82", "١٨٢", "9" * 5000])
+@pytest.mark.parametrize("text", ["182", " 182\n", "The answer is 182.", "the answer is 182"])
+def test_the_right_number_earns_one(text: str) -> None:
+    assert answer(build(), text).reward == 1.0
+
+
+@pytest.mark.parametrize("text", ["181", "-182", "- 182", "", "The answer is 181", "It is 182", "The answer is", "182.0", "182 182", "1_82", "١٨٢", "9" * 5000])
 def test_anything_but_the_right_number_earns_nothing(text: str) -> None:
     result = answer(build(), text)
     assert result.terminated and result.reward == 0.0

@@ -1,6 +1,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +16,14 @@ from sao.learner.muon import Muon, orthogonalise
 from sao.warmstart import make_base, warmstart
 
 TARGET = "sao.envs.calculator.environment:CalculatorEnvironment"
-SMALL = {"environment": TARGET, "width": 32, "layers": 1, "heads": 1, "feed_forward": 32, "demonstrations": 60}
+SMALL: dict[str, Any] = {"environment": TARGET, "width": 32, "layers": 1, "heads": 1, "feed_forward": 32, "demonstrations": 60}
 
 
-def config(tmp_path: Path, **settings: object) -> Config:
+def config(tmp_path: Path, **settings: Any) -> Config:
     return Config(
         env=EnvConfig(name="calculator", target=TARGET, args={"tool": True}),
         model=ModelConfig(factory="sao.learner.tiny:make", factory_args=dict(SMALL)),
-        warmstart=WarmstartConfig(**{"steps": 4, "batch_size": 4, "cache_dir": str(tmp_path / "cache"), **settings}),  # type: ignore[arg-type]
+        warmstart=WarmstartConfig(**{"steps": 4, "batch_size": 4, "cache_dir": str(tmp_path / "cache"), **settings}),
     )
 
 
