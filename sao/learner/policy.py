@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sao.algorithms.policy_loss import LossInputs, TokenLoss, dis_sum, entropy_sum, kl_k3_sum
 from sao.config import AlgoConfig, OptimizerConfig
-from sao.errors import ConfigError
+from sao.errors import ConfigError, LearnerFailure
 from sao.learner.batching import Packed
 from sao.learner.optimizer import GradientSums
 from sao.learner.scoring import Scores, score
@@ -44,7 +44,7 @@ class Policy:
         if algo.kl_coef and reference is None:
             raise ConfigError("algo.kl_coef is set, but the policy was given no reference model")
         self.model, self.algo, self.reference, self.autocast = model, algo, reference, autocast
-        names = ("counted", "accepted", "loss", "kl", "entropy", "entropy_rows")
+        names = ("expected", "counted", "accepted", "loss", "kl", "entropy", "entropy_rows")
         self.gradients = GradientSums(model, optim, total_steps=total_steps, key="optim.policy", names=names)
         self.last: tuple[Scores, TokenLoss] | None = None
 
@@ -72,6 +72,7 @@ class Policy:
         if trains:
             total.backward()
         self.gradients.add(
+            expected=(micro_batch.mask.bool() & torch.isfinite(micro_batch.behaviour)).sum(),
             counted=token.counted.sum(),
             accepted=token.accepted.sum(),
             loss=token.total,
@@ -96,8 +97,16 @@ class Policy:
         self.gradients.reduce()
 
     def apply(self) -> Mapping[str, float]:
-        """One optimiser step over everything accumulated; {} and no step when no token counts. Raises LearnerFailure on a non-finite gradient."""
+        """One optimiser step over everything accumulated; {} and no step when no token counts.
+
+        Raises LearnerFailure on a non-finite log-prob or gradient; the weights stay as they were.
+        """
         totals = self.gradients.totals()
+        if totals["counted"] < totals["expected"]:
+            # The loss leaves such tokens out; a policy that produces them is broken all the same, and training on the rest would hide it.
+            missing = int(totals["expected"] - totals["counted"])
+            self.gradients.clear()
+            raise LearnerFailure(f"optim.policy: {missing} log-probs of the trained policy are not finite; the weights were left untouched")
         denominator = totals["counted" if self.algo.denominator == "all" else "accepted"]
         if totals["counted"] == 0:
             self.gradients.clear()

@@ -1,11 +1,7 @@
 """Golden numbers of the specification, hand-computed tables, an independent oracle, and invariances of the advantage estimators."""
 
-import itertools
-import multiprocessing
-
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -219,28 +215,3 @@ def test_whiten(count):
         assert torch.equal(got[mask], advantages[mask])
     else:
         assert abs(float(got[mask].mean())) < 1e-9 and abs(float(got[mask].std()) - 1) < 1e-6
-
-
-def _whiten_on(rank: int, world: int, path: str, queue) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
-    generator = torch.Generator().manual_seed(1)
-    advantages, mask = torch.randn(4, 6, dtype=F64, generator=generator), torch.rand(4, 6, generator=generator) < 0.6
-    rows = slice(rank, None, world)
-    queue.put((rank, whiten(advantages[rows], mask[rows], group=dist.group.WORLD).tolist()))
-    dist.destroy_process_group()
-
-
-@pytest.mark.integration
-def test_whiten_over_two_ranks_equals_one(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    results = {}
-    for world in (1, 2):
-        queue = context.Queue()
-        workers = [context.Process(target=_whiten_on, args=(r, world, str(tmp_path / f"store{world}"), queue)) for r in range(world)]
-        for worker in workers:
-            worker.start()
-        parts = dict(queue.get(timeout=120) for _ in workers)
-        for worker in workers:
-            worker.join(60)
-        results[world] = torch.tensor([row for row in itertools.chain(*itertools.zip_longest(*(parts[r] for r in range(world))))], dtype=F64)
-    torch.testing.assert_close(results[1], results[2])
