@@ -34,6 +34,8 @@ def choose_device(name: str) -> torch.device:
 
 
 def _load(kind: Any, path: str, key: str, *, dtype: str, attention_name: str, trust_remote_code: bool) -> nn.Module:
+    from transformers.utils import logging as progress
+
     if dtype not in DTYPES:
         raise ConfigError(f"model.dtype is {dtype!r}; choose float32 or bfloat16")
     if attention_name not in ATTENTIONS:
@@ -41,6 +43,8 @@ def _load(kind: Any, path: str, key: str, *, dtype: str, attention_name: str, tr
             f"learner.attention is {attention_name!r}, which would let packed samples see each other; choose one of {', '.join(ATTENTIONS)}"
         )
     attention.register()
+    # A bar per load would end up in the learner's log and on the screen of a run.
+    progress.disable_progress_bar()
     try:
         model = kind.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation=attention_name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
