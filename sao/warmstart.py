@@ -123,8 +123,11 @@ def _tools(config: Config, environment: Any) -> Sequence[Any]:
 def _train(config: Config, environment: Any, directory: Path, say: Progress) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     started, settings = time.monotonic(), config.warmstart
+    logging.disable_progress_bar()
+    torch.set_num_threads(config.learner.threads)
     torch.manual_seed(settings.seed)
     base = make_base(config, str(directory))
     tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=config.model.trust_remote_code)
