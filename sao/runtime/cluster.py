@@ -91,7 +91,9 @@ class Cluster:
                 raise UserError(
                     f"launcher.ray_address={launcher.ray_address} cannot be joined ({error}); start a cluster with `ray start --head`"
                 ) from None
-        else:
+            self._owns_ray = True
+            return
+        try:
             ray.init(
                 num_cpus=launcher.num_cpus or None,
                 include_dashboard=False,
@@ -101,6 +103,8 @@ class Cluster:
                 configure_logging=False,
                 _temp_dir=os.path.join(tempfile.gettempdir(), "sao-ray"),
             )
+        except Exception as error:  # Ray raises a bare Exception when its node does not come up in time
+            raise SystemFailure(f"Ray did not start on this machine ({error}); the machine may be overloaded, try again") from error
         self._owns_ray = True
 
     def _create(self) -> None:

@@ -101,7 +101,7 @@ class RemoteWorkers:
         name = min(self.running, key=lambda n: self.running[n])
         self.running[name] += 1
         try:
-            outcome_ref, trajectory_ref = self.actors[name].run.remote(request)
+            outcome_ref, trajectory_ref = self.actors[name].run.options(num_returns=2).remote(request)
             outcome = await call(outcome_ref, name, WorkerFailure, self.timeout_s)
         finally:
             self.running[name] -= 1
