@@ -322,3 +322,24 @@ def test_refusals(make, changes, message):
 def test_a_run_without_steps_is_refused(make):
     with pytest.raises(ConfigError, match=r"train\.steps"):
         make(total_steps=-1)
+
+
+def test_it_learns_which_token_pays(make):
+    """Signs, masks and positions all the way: two sampled tokens, the first pays when it is 5; success rises from chance to nearly always."""
+    learner = make(total_steps=22, optim__policy__lr=2e-2, critic__critic_only_steps=2)
+    rng, count, success = np.random.default_rng(0), 24, []
+    mask = np.array([False, False, True, True])
+    for step in range(24):
+        tokens, logprobs = np.tile([1, 2], (count, 1)), np.full((count, 4), np.nan)
+        for position in (2, 3):
+            with torch.no_grad():
+                logits = learner.policy.model(input_ids=torch.from_numpy(tokens), use_cache=False).logits[:, -1]
+            logp = torch.log_softmax(logits.double(), -1).numpy()
+            chosen = np.array([rng.choice(len(row), p=np.exp(row) / np.exp(row).sum()) for row in logp])
+            tokens = np.concatenate([tokens, chosen[:, None]], 1)
+            logprobs[:, position] = logp[np.arange(count), chosen]
+        paid = (tokens[:, 2] == 5).astype(float)
+        success.append(paid.mean())
+        versions = np.where(mask, learner.version, -1)
+        learner.step([trajectory(i, [Segment(tokens[i], mask, logprobs[i], versions)], paid[i]) for i in range(count)], step)
+    assert np.mean(success[:3]) < 0.3 and np.mean(success[-3:]) > 0.9
