@@ -69,12 +69,11 @@ class ScriptedEngine:
         self._block = block
         self._cache: set[tuple[str, int]] = set()
         self._prefill = SessionPrefill(block)
-        self._gate = asyncio.Event()
-        self._gate.set()
+        self._publishing = self._drained = False
+        self._held: list[asyncio.Future[bool]] = []
         self._idle = asyncio.Event()
         self._idle.set()
         self._drains = 0
-        self._closed = False
         self._dead = ""
         self._fresh_lineage = False
         self._running = self._waiting = 0
@@ -85,17 +84,29 @@ class ScriptedEngine:
     def kill(self, reason: str = "killed") -> None:
         """Everything in flight, and everything later, raises EngineFailure."""
         self._dead = f"engine {self.name}: {reason}"
-        self._gate.set()
+        self._publishing = self._drained = False
+        self._release(drained=False)
+
+    def _release(self, drained: bool) -> None:
+        for ticket in self._held:
+            if not ticket.done():
+                ticket.set_result(drained)
+        self._held.clear()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Generation, None]:
         spec, prompt = request.sampling, [int(token) for token in request.token_ids]
         if spec.max_tokens < 1 or not 1 <= len(prompt) < self._context:
             raise RequestRefused(f"request {request.request_id}: budget {spec.max_tokens}, prompt of {len(prompt)} tokens, context {self._context}")
-        arrived, drains = self._clock(), self._drains
+        arrived = self._clock()
         self._waiting += 1
         try:
-            while not self._gate.is_set():
-                await self._gate.wait()
+            while self._publishing or self._drained:
+                ticket: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+                self._held.append(ticket)
+                if await ticket:
+                    empty = np.empty(0, np.int32)
+                    yield Generation(empty, empty.astype(np.float32), empty, "drained", self.name, len(prompt))
+                    return
         finally:
             self._waiting -= 1
         if self._dead:
@@ -207,8 +218,7 @@ class ScriptedEngine:
                 return PublishReport(self.name, version, 0.0, 0.0, 0.0, self._running, 0.0, 0)
             if version < self.version:
                 raise PublishFailure(f"engine {self.name} has version {self.version}; version {version} is older")
-        was_open = self._gate.is_set()
-        self._gate.clear()
+        self._publishing = True
         began, in_flight = self._clock(), self._running
         try:
             if self._publish_s:
@@ -224,8 +234,9 @@ class ScriptedEngine:
             self.published.append(version)
             self._fresh_lineage = False
         finally:
-            if was_open:
-                self._gate.set()
+            self._publishing = False
+            if not self._drained:
+                self._release(drained=False)
         took = self._clock() - began
         self._stall_s += took
         return PublishReport(self.name, version, 0.0, took, 0.0, in_flight, gap, len(bundle.specs))
@@ -240,19 +251,23 @@ class ScriptedEngine:
         return np.asarray([self._logprob(ids[:at], ids[at]) for at in range(1, len(ids))], np.float32)
 
     async def drain(self, export: bool = True) -> int:
-        self._gate.clear()
+        self._drained = True
         if not export:
             await self._idle.wait()
             return 0
         self._drains += 1
-        return self._running
+        given_back = self._running + len(self._held)
+        self._release(drained=True)
+        return given_back
 
     async def sleep(self) -> None:
         await self.drain()
         self._cache.clear()
 
     async def wake(self) -> None:
-        self._gate.set()
+        self._drained = False
+        if not self._publishing:
+            self._release(drained=False)
 
     async def snapshot(self) -> EngineSnapshot:
         if self._dead:

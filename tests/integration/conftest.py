@@ -60,7 +60,11 @@ class Served:
         from sao.weights.torch_bundle import pack
 
         version = (await self.engine.snapshot()).version + 1
-        report = await self.engine.publish(pack(model.named_parameters()), version, self.canary(model) if canary else None)
+        bundle = pack(model.named_parameters())
+        bundle.buffer.setflags(write=False)  # as it comes from an object store
+        report = await self.engine.publish(bundle, version, self.canary(model) if canary else None)
+        bundle.buffer.setflags(write=True)
+        bundle.buffer[:] = 255  # the publisher reuses its buffer: NaN in every weight the engine did not copy
         self.model = model
         return report
 

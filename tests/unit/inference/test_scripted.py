@@ -163,3 +163,25 @@ def test_a_policy_may_sample():
 
     generation = asyncio.run(run())
     assert generation.token_ids.tolist() == [3, 4, 5] and generation.logprobs.tolist() == [-3, -4, -5]
+
+
+def test_draining_gives_back_what_runs_and_what_waits():
+    async def run():
+        engine = ScriptedEngine(tick=1, publish_s=0.001)
+        running = asyncio.create_task(complete(engine, request(budget=2000)))
+        await asyncio.sleep(0)
+        publication = asyncio.create_task(engine.publish(BUNDLE, 1))
+        await asyncio.sleep(0)
+        waiting = asyncio.create_task(complete(engine, request()))
+        await asyncio.sleep(0)
+        count = await engine.drain()
+        held = asyncio.create_task(complete(engine, request(budget=3)))
+        results = await running, await waiting
+        await publication
+        assert not held.done()
+        await engine.wake()
+        return count, results, await held
+
+    count, (running, waiting), held = asyncio.run(run())
+    assert count == 2 and running.finish == waiting.finish == "drained"
+    assert 0 < len(running.token_ids) < 2000 and len(waiting.token_ids) == 0 and len(held.token_ids) == 3
