@@ -45,10 +45,8 @@ def ratio_metrics(
     log_r = torch.where(counted, log_ratio.detach().reshape(-1).double(), zero).clamp(-1e6, 1e6)
     ratio = log_r.clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp()
     weight = torch.where(counted & ~low & ~high, ratio, zero)
-    if gaps is None:
-        bucket = torch.zeros_like(counted, dtype=torch.long)
-    else:
-        bucket = torch.bucketize(gaps.reshape(-1).long(), torch.tensor(GAP_EDGES, device=counted.device))
+    edges = torch.tensor(GAP_EDGES, device=counted.device)
+    bucket = torch.zeros_like(counted, dtype=torch.long) if gaps is None else torch.bucketize(gaps.reshape(-1).long(), edges)
     keep = counted.double()
     columns = torch.stack(
         [keep, (low & counted).double(), (high & counted).double(), ratio * keep, log_r.abs(), weight, weight.square(), (ratio - 1 - log_r) * keep]

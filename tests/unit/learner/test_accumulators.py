@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_builders import batch, causal_model, config, critic_model, segment, trajectory
 
 from sao.algorithms.policy_loss import dis
 from sao.algorithms.value_loss import mse
@@ -14,6 +13,7 @@ from sao.learner.batching import make_batch, pack, plan
 from sao.learner.critic import Critic, CriticBatch
 from sao.learner.models import freeze
 from sao.learner.policy import Policy, PolicyBatch
+from tests.unit.learner.learner_builders import batch, causal_model, config, critic_model, segment, trajectory
 
 F64 = torch.float64
 EPISODES = batch(6, seed=3)

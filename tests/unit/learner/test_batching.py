@@ -5,11 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_builders import batch, segment, trajectory
 
 from sao.errors import ConfigError, LearnerFailure
 from sao.learner.batching import make_batch, pack, plan, shuffled
 from sao.trajectory import FinishReason, SamplingSpec, Segment
+from tests.unit.learner.learner_builders import batch, segment, trajectory
 
 RNG = np.random.default_rng(0)
 

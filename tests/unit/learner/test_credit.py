@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from learner_builders import config, segment, trajectory
 
 from sao.errors import ConfigError
 from sao.learner.batching import make_batch
 from sao.learner.credit import check_algo, critic_targets, needs_values, policy_advantages, policy_lambda
 from sao.trajectory import FinishReason
+from tests.unit.learner.learner_builders import config, segment, trajectory
 
 RNG = np.random.default_rng(0)
 CUT = FinishReason.truncated

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from learner_builders import backbone, batch, config, save_model, segment, trajectory
 
 from sao.errors import ConfigError, LearnerFailure
 from sao.learner.batching import make_batch, pack
@@ -16,6 +15,7 @@ from sao.learner.protocol import CONTEXT, DROPPED, FROZEN, NON_FINITE, REJECTED_
 from sao.learner.scoring import score
 from sao.trajectory import FinishReason, Segment
 from sao.weights.torch_bundle import unpack
+from tests.unit.learner.learner_builders import backbone, batch, config, save_model, segment, trajectory
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from learner_builders import batch, causal_model, config, critic_model
 
 from sao.algorithms.advantages import whiten
 from sao.algorithms.off_policy import ratio_metrics
@@ -15,6 +14,7 @@ from sao.learner.batching import make_batch, pack
 from sao.learner.critic import Critic, CriticBatch
 from sao.learner.optimizer import world_group
 from sao.learner.policy import Policy, PolicyBatch
+from tests.unit.learner.learner_builders import batch, causal_model, config, critic_model
 
 
 def outcome(share: list[int]) -> dict[str, Any]:

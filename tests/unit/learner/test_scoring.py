@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from learner_builders import VOCABULARY, batch, causal_model, segment, trajectory
 
 from sao.errors import ConfigError
 from sao.learner.attention import packed_sdpa, padding_groups
 from sao.learner.batching import make_batch, pack
 from sao.learner.models import load_policy
 from sao.learner.scoring import score
+from tests.unit.learner.learner_builders import VOCABULARY, batch, causal_model, segment, trajectory
 
 KINDS = ("llama", "qwen3")
 
