@@ -205,9 +205,10 @@ class TrainingLoop:
             await self._wait_for_change()
 
     def _check_version(self, report: StepReport, step: int) -> None:
-        expected = self.version + (step >= self.actor_from)
-        if report.version != expected:
-            raise LearnerFailure(f"the learner reports version {report.version} after step {step}, expected {expected}")
+        """One actor step at most; none while the actor is frozen, or when truncation=drop left nothing of the batch to train."""
+        most = self.version + (step >= self.actor_from)
+        if not self.version <= report.version <= most:
+            raise LearnerFailure(f"the learner reports version {report.version} after step {step}, which started at {self.version} and allows {most}")
 
     async def _publish(self) -> None:
         started = time.monotonic()

@@ -172,7 +172,10 @@ def batch_metrics(metas: Sequence[TrajectoryMeta], version: int) -> dict[str, fl
         "timing_s/episode_environment_mean": np.mean([meta.environment_s for meta in metas]),
     }
     for name in sorted({key for meta in metas for key in meta.metrics}):
-        values[f"env/{name}"] = np.mean([meta.metrics.get(name, 0.0) for meta in metas])
+        if name.startswith("env/"):
+            values[name] = np.mean([meta.metrics[name] for meta in metas if name in meta.metrics])
+        else:
+            values[f"rollout/{name}"] = np.mean([meta.metrics.get(name, 0.0) for meta in metas])
     names = {meta.environment for meta in metas}
     if len(names) > 1:
         values |= {f"reward/mean/{name}": np.mean([meta.reward for meta in metas if meta.environment == name]) for name in names}

@@ -66,12 +66,12 @@ def _set_up(name: str, run_dir: str, environment: Mapping[str, str]) -> None:
 class EngineActor:
     """One vLLM engine; an async actor, so that many requests are in flight at once."""
 
-    def __init__(self, name: str, model_path: str, config: Config, run_dir: str) -> None:
+    def __init__(self, name: str, model_path: str, config: Config, run_dir: str, seed: int) -> None:
         _set_up(name, run_dir, engine_environment(config.engine.threads))
         started = time.monotonic()
         from sao.inference.vllm_engine import VllmEngine
 
-        self.engine = VllmEngine(model_path, config.engine, config.weights, name=name)
+        self.engine = VllmEngine(model_path, config.engine, config.weights, name=name, seed=seed)
         self.start_s = time.monotonic() - started
 
     async def ready(self) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class Cluster:
         for index in range(config.engine.replicas):
             name = f"engine-{index}"
             options = {"num_cpus": 0, "num_gpus": gpus.engine, "max_restarts": 0, "max_concurrency": CONCURRENCY}
-            self.actors[name] = engine_class.options(**options).remote(name, self.model_path, config, run_dir)
+            self.actors[name] = engine_class.options(**options).remote(name, self.model_path, config, run_dir, config.seed + index)
         engines = dict(self.actors)
         self.actors["learner"] = learner_class.options(num_cpus=0, num_gpus=gpus.learner, max_restarts=0).remote(
             "learner", self.model_path, config, run_dir
