@@ -1,0 +1,131 @@
+"""Every mistake a user is likely to make ends in one clear sentence and exit code 2, before any actor starts and with nothing written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sao.cli import main
+from sao.runtime.run_folder import RunFolder
+from tests.unit.learner.learner_builders import save_model
+
+ROWS = [{"prompt": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(8)]
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A user's folder: tasks, a reward, a model whose tokenizer speaks ChatML."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "my_reward_bad_input.py").write_text("def score(completion: str, row: dict) -> float:\n    return float(row['answer'] in completion)\n")
+    save_model(tmp_path / "model")
+    write_tokenizer(tmp_path / "model", control=True)
+    return tmp_path
+
+
+def write_tokenizer(directory, *, control: bool) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>"] if control else ["<eos>"]
+    tokenizer.add_special_tokens(special)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[-1]).save_pretrained(directory)
+
+
+def train(*overrides: str) -> int:
+    base = ["env=single_turn", "data.path=tasks.jsonl", "reward=my_reward_bad_input:score", "model.path=model", "rollout.max_tokens=96", "rollout.max_turn_tokens=16"]
+    return main(["train", *base, "run.dry_run=true", *overrides])
+
+
+def test_the_good_case_passes_and_starts_nothing(project, capsys):
+    assert train() == 0
+    out = capsys.readouterr().out
+    assert "nothing was started" in out and "engine-0" in out and "8 tasks" in out
+    assert not (project / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("model.path=/no/such/model", "model.path=/no/such/model does not exist"),
+        ("model.path=./nowhere", "does not exist"),
+        ("rollout.stalenes=1", "did you mean"),
+        ("data.path=missing.jsonl", "missing.jsonl"),
+        ("data.path=tasks.csv", "tasks.csv"),
+        ("reward=my_reward_bad_input:nothing", "reward.function"),
+        ("reward=no_such_module:score", "reward.function"),
+        ("data.prompt_column=question", "question"),
+        ("engine.kv_cache_mb=90000000", "lower engine.kv_cache_mb"),
+        ("engine.threads=4096", "lower engine.replicas, engine.threads"),
+        ("engine.replicas=4096", "engine.replicas"),
+        ("rollout.max_tokens=100000", "exceeds the context"),
+        ("rollout.sampling.top_k=5", "refused for training"),
+        ("rollout.rollouts_per_prompt=4", "one rollout per prompt"),
+        ("env.target=no.such:Thing", "env.target"),
+        ("model.renderer=nope", "nope"),
+        ("model.renderer=template", "template"),
+        ("eval.at_end=true", "held-out"),
+        ("launcher.num_cpus=-1", "launcher.num_cpus"),
+    ],
+)
+def test_mistakes_in_the_command(project, capsys, override, says):
+    refused(train(override), says, capsys)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b'{"answer": "1"}\n', "prompt"),
+        (b'{"prompt": "", "answer": "1"}\n', "empty"),
+        (json.dumps({"prompt": "x" * 1_000_000, "answer": "1"}).encode() + b"\n", "max_prompt_chars"),
+        (b'{"prompt": "\xff\xfe", "answer": "1"}\n', "UTF-8"),
+        (b'{"prompt": "a", \n', "JSON"),
+        (b"[1, 2]\n", "tasks.jsonl"),
+        (b'{"prompt": 7, "answer": "1"}\n', "prompt"),
+    ],
+)
+def test_bad_rows_are_named_with_file_and_line(project, capsys, line, says):
+    path = project / "tasks.jsonl"
+    path.write_bytes(path.read_bytes() + line)
+    error = refused(train(), says, capsys)
+    assert "tasks.jsonl" in error and "9" in error
+
+
+def test_a_tokenizer_without_the_control_tokens(project, capsys):
+    write_tokenizer(project / "model", control=False)
+    refused(train(), "<|im_start|>", capsys)
+
+
+def test_a_directory_without_weights(project, capsys):
+    (project / "model" / "model.safetensors").unlink()
+    refused(train(), "safetensors", capsys)
+
+
+def test_two_runs_in_the_same_folder(project, capsys):
+    with RunFolder(project / "runs" / "one"):
+        pass
+    first = RunFolder(project / "runs" / "one")
+    with first, pytest.raises(Exception, match="in use by process"), RunFolder(project / "runs" / "one"):
+        pass
+
+
+def test_a_finished_run_is_not_overwritten(project):
+    with RunFolder(project / "runs" / "one") as folder:
+        folder.write_text("metrics.jsonl", "{}\n")
+    with pytest.raises(Exception, match="already holds a run"), RunFolder(project / "runs" / "one"):
+        pass
+    assert (project / "runs" / "one" / "metrics.jsonl").read_text() == "{}\n"
+
+
+def refused(code: int, says: str, capsys) -> str:
+    captured = capsys.readouterr()
+    assert code == 2, captured
+    error = captured.err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and says in error, captured.err
+    assert "Traceback" not in captured.err
+    return error
