@@ -5,20 +5,30 @@ from __future__ import annotations
 import argparse
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import counters, read_jsonl, sao, write_result
+from common import ROOT, counters, read_jsonl, sao, write_result
 
 IDS = ["demo_accuracy_before", "demo_accuracy_after", "first_step_seconds", "logprob_gap_fp32"]
 SEEDS = (0, 1, 2)
 
 
+def warm_start(seed: int) -> str:
+    """The directory of the warm start of this seed, made if it is not cached."""
+    own = [f"seed={seed}", f"warmstart.seed={seed}"]
+    command = [sys.executable, "-m", "sao.cli", "warmstart", "experiment=demo", *own]
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout.strip().splitlines()[-1]
+
+
 def run(folder: Path, seed: int, *overrides: str) -> dict[str, Any]:
     """One demo run; the warm start of its seed is made first, so that the run finds it cached."""
+    warm_start(seed)
     own = [f"seed={seed}", f"warmstart.seed={seed}"]
-    sao("warmstart", "experiment=demo", *own)
     seconds = sao("train", "experiment=demo", *own, f"run.dir={folder}", "run.progress=plain", *overrides)
     metrics = read_jsonl(folder / "metrics.jsonl")
     steps = [r for r in metrics if r["axis"] == "train"]
@@ -59,11 +69,11 @@ def main() -> None:
     args = parser.parse_args()
     root = args.keep or Path(tempfile.mkdtemp(prefix="sao-bench-"))
     runs = [run(root / f"seed{seed}", seed) for seed in SEEDS]
+    same_start = ["model.warmstart=false", "model.factory=", f"model.path={warm_start(0)}"]
     controls = {
         "learning_rate_0": run(root / "lr0", 0, "optim.policy.lr=0"),
-        "tool_off": run(root / "tool-off", 0, "env.args.tool=false", "model.warmstart_from_env_args={tool: true}") if False else None,
+        "tool_off": run(root / "tool-off", 0, "env.args.tool=false", *same_start),
     }
-    controls = {name: control for name, control in controls.items() if control}
     if args.keep is None:
         shutil.rmtree(root)
     report(runs, controls)
