@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sao.agents.renderer import demonstration_tokens, load_renderer
+from sao.agents.tokenizer import load_tokenizer
 from sao.config import Config
 from sao.environment import Task
 from sao.errors import ConfigError, UserError
@@ -122,7 +123,7 @@ def _tools(config: Config, environment: Any) -> Sequence[Any]:
 
 def _train(config: Config, environment: Any, directory: Path, say: Progress) -> dict[str, Any]:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     started, settings = time.monotonic(), config.warmstart
@@ -130,7 +131,7 @@ def _train(config: Config, environment: Any, directory: Path, say: Progress) -> 
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(settings.seed)
     base = make_base(config, str(directory))
-    tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = load_tokenizer(base, trust_remote_code=config.model.trust_remote_code)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, trust_remote_code=config.model.trust_remote_code)
     model.train()
     tools, renderer = _tools(config, environment), load_renderer(config.model.renderer, tokenizer)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sao.agents.tokenizer import load_tokenizer
 from sao.algorithms.advantages import whiten
 from sao.algorithms.off_policy import ratio_metrics
 from sao.algorithms.value_loss import explained_variance, masked_variance
@@ -230,15 +231,13 @@ class TorchLearner:
 
     def export(self, directory: str) -> None:
         """Write `policy/` (with its tokenizer, when the model came with one) and `critic/` (backbone and value head) under `directory`."""
-        from transformers import AutoTokenizer
-
         root = Path(directory)
         policy: Any = self.policy.model
         policy.save_pretrained(root / "policy")
         save_critic(self.critic.model, root / "critic")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.model_path, trust_remote_code=self.config.model.trust_remote_code)
-        except (OSError, ValueError, KeyError):
+            tokenizer = load_tokenizer(self.model_path, trust_remote_code=self.config.model.trust_remote_code)
+        except ConfigError:
             return
         tokenizer.save_pretrained(root / "policy")
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from sao.agents.renderer import generation_stop_ids, load_renderer
+from sao.agents.tokenizer import load_tokenizer
 from sao.agents.turns import Limits, run_episode
 from sao.config import Config, EnvConfig
 from sao.environment import Environment
@@ -23,11 +24,9 @@ class EpisodeWorker:
     """Stateless between episodes but for caches; safe for many concurrent `run` calls on one event loop."""
 
     def __init__(self, config: Config, env_configs: Sequence[EnvConfig], model_path: str, engines: Sequence[EngineHandle]) -> None:
-        from transformers import AutoTokenizer
-
         self.config = config
         self.environments = {env.name: (load_environment(env.target), environment_args(env, config.reward)) for env in env_configs}
-        tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=config.model.trust_remote_code)
+        tokenizer = load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
         stops = generation_stop_ids(model_path)
         self.renderer = load_renderer(config.model.renderer, tokenizer, reasoning=config.model.reasoning, extra_stop_ids=stops)
         self.pool = EnginePool(engines)

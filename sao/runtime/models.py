@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sao.config import Config
-from sao.errors import ConfigError, SaoError, SystemFailure
+from sao.errors import ConfigError, SystemFailure
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,8 @@ def _count(file: Path) -> int:
 
 def check_tokenizer(config: Config, path: str) -> None:
     """The tokenizer loads and the renderer can work with it; a `UserError` says what is missing."""
-    from transformers import AutoTokenizer
-
     from sao.agents.renderer import generation_stop_ids, load_renderer
+    from sao.agents.tokenizer import load_tokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-    except SaoError:
-        raise
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.path={path} has no tokenizer that transformers can load ({type(error).__name__}); add tokenizer.json") from None
+    tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
     load_renderer(config.model.renderer, tokenizer, reasoning=config.model.reasoning, extra_stop_ids=generation_stop_ids(path))
