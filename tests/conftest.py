@@ -1,0 +1,10 @@
+"""One thread per process, as every actor of a run has: two cores are shared by an engine, a learner and the tests themselves."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("WANDB_MODE", "offline")
