@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from sao.envs.calculator.arithmetic import OPERATIONS, Problem
 
-MIXTURE = {"no_tool": 0.56, "good": 0.24, "recover": 0.08, "miscopy": 0.04, "early_stop": 0.04, "wrong_order": 0.03, "give_up": 0.01}
+MIXTURE = {"no_tool": 0.57, "good": 0.29, "recover": 0.08, "miscopy": 0.02, "early_stop": 0.02, "wrong_order": 0.01, "give_up": 0.01}
 CLEAN = {"good": 0.75, "recover": 0.25}
 
 

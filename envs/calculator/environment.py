@@ -43,10 +43,11 @@ def tool_call(expression: str) -> str:
 class CalculatorEnvironment:
     """`task.payload` is {"expression": "12+34*5"}.
 
-    tool: false makes every call an error, the control that shows the answers come from the tool. operand_max: largest operand generated.
+    tool: false makes every call an error, the control that shows the answers come from the tool. operand_min, operand_max: range of
+    the operands generated (of equal length by default, so that a question has one shape).
     """
 
-    def __init__(self, task: Task, *, tool: bool = True, operand_max: int = 99) -> None:
+    def __init__(self, task: Task, *, tool: bool = True, operand_min: int = 10, operand_max: int = 99) -> None:
         self.problem = Problem.parse(str(task.payload["expression"]))
         self.tool = tool
         self.calls = 0
@@ -87,25 +88,25 @@ class CalculatorEnvironment:
         return None
 
     @classmethod
-    def generate_payload(cls, rng: random.Random, split: str, *, tool: bool = True, operand_max: int = 99) -> dict[str, Any]:
-        """Draw one task of `split` (train | held_out), operands uniform in 2..operand_max."""
+    def generate_payload(cls, rng: random.Random, split: str, *, tool: bool = True, operand_min: int = 10, operand_max: int = 99) -> dict[str, Any]:
+        """Draw one task of `split` (train | held_out), operands uniform in operand_min..operand_max."""
         if split not in ("train", "held_out"):
             raise ValueError(f"split {split!r} is not train or held_out")
         while True:
-            a, b, c = (rng.randint(2, operand_max) for _ in range(3))
+            a, b, c = (rng.randint(operand_min, operand_max) for _ in range(3))
             first, second = rng.choice(OPERATORS)
             expression = f"{a}{first}{b}{second}{c}"
             if split_of(expression) == split:
                 return {"expression": expression}
 
     @classmethod
-    def demonstration(cls, rng: random.Random, clean: bool, *, tool: bool = True, operand_max: int = 99) -> list[Message]:
+    def demonstration(cls, rng: random.Random, clean: bool, *, tool: bool = True, operand_min: int = 10, operand_max: int = 99) -> list[Message]:
         """One complete conversation for `sao warmstart`, always with a working tool.
 
         clean: only right solutions, one in four with an error and its recovery. Otherwise the mixture of `demonstrations.MIXTURE`.
         """
-        payload = cls.generate_payload(rng, "train", operand_max=operand_max)
-        environment = cls(Task("demonstration", "calculator", payload), operand_max=operand_max)
+        payload = cls.generate_payload(rng, "train", operand_min=operand_min, operand_max=operand_max)
+        environment = cls(Task("demonstration", "calculator", payload))
         messages = environment.opening()
         *calls, answer = script(environment.problem, rng, clean)
         for expression in calls:
