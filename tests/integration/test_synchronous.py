@@ -27,6 +27,8 @@ from tests.fakes import CountingSource, SilentObserver
 from tests.unit.learner.learner_builders import save_model
 from tests.virtual_time import run
 
+pytestmark = pytest.mark.integration
+
 STOP = 7
 STEPS = 20
 
