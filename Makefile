@@ -11,7 +11,7 @@ else
 BACKEND := $(if $(filter cpu,$(EXTRA)),--torch-backend=cpu,)
 endif
 
-.PHONY: install demo test test-all lint clean
+.PHONY: install demo test unit lint clean
 
 install: $(VENV)/.installed
 
@@ -25,10 +25,10 @@ demo: install
 	$(BIN)/sao train experiment=demo
 
 test: install
-	$(BIN)/python -m pytest -m "not system"
-
-test-all: install
 	$(BIN)/python -m pytest
+
+unit: install
+	$(BIN)/python -m pytest tests/unit envs -m "not integration"
 
 lint: install
 	$(BIN)/ruff check .
