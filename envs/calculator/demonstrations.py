@@ -1,6 +1,6 @@
 """Demonstrations of mixed quality: what the warm start imitates.
 
-More than half of the mixture answers without the tool, which is wrong: a policy that imitates it is left with partial skill (it knows the moves,
+Two thirds of the mixture answers without the tool, which is wrong: a policy that imitates it is left with partial skill (it knows the moves,
 its greedy answer is wrong), so reinforcement learning has something to do. Slips of other kinds put errors and recoveries on the policy's path.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from sao.envs.calculator.arithmetic import OPERATIONS, Problem
 
-MIXTURE = {"no_tool": 0.57, "good": 0.29, "recover": 0.08, "miscopy": 0.02, "early_stop": 0.02, "wrong_order": 0.01, "give_up": 0.01}
+MIXTURE = {"no_tool": 0.64, "good": 0.24, "recover": 0.06, "miscopy": 0.02, "early_stop": 0.02, "wrong_order": 0.01, "give_up": 0.01}
 CLEAN = {"good": 0.75, "recover": 0.25}
 
 

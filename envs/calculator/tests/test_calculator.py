@@ -114,7 +114,7 @@ def test_clean_demonstrations_succeed_and_mixed_ones_mostly_fail() -> None:
     clean = [replay(CalculatorEnvironment.demonstration(random.Random(i), True)) for i in range(200)]
     mixed = [replay(CalculatorEnvironment.demonstration(random.Random(i), False)) for i in range(1000)]
     assert all(clean)
-    assert 0.3 < sum(mixed) / 1000 < 0.5
+    assert 0.2 < sum(mixed) / 1000 < 0.4
     assert sum(MIXTURE.values()) == pytest.approx(1.0)
     assert MIXTURE["no_tool"] > 0.5, "otherwise the greedy policy uses the tool from the start"
 
