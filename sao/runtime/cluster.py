@@ -94,18 +94,27 @@ class Cluster:
             self._owns_ray = True
             return
         try:
-            ray.init(
-                num_cpus=launcher.num_cpus or None,
-                include_dashboard=False,
-                object_store_memory=launcher.object_store_mb * 1024 * 1024,
-                log_to_driver=False,
-                logging_level="error",
-                configure_logging=False,
-                _temp_dir=os.path.join(tempfile.gettempdir(), "sao-ray"),
-            )
-        except Exception as error:  # Ray raises a bare Exception when its node does not come up in time
-            raise SystemFailure(f"Ray did not start on this machine ({error}); the machine may be overloaded, try again") from error
+            self._init_local()
+        except Exception:  # Ray raises a bare Exception when its node is not up within 30 s, which a busy machine can need
+            ray.shutdown()
+            try:
+                self._init_local()
+            except Exception as error:
+                raise SystemFailure(f"Ray did not start on this machine ({error}); the machine may be overloaded, try again") from error
         self._owns_ray = True
+
+    def _init_local(self) -> None:
+        import ray
+
+        ray.init(
+            num_cpus=self.config.launcher.num_cpus or None,
+            include_dashboard=False,
+            object_store_memory=self.config.launcher.object_store_mb * 1024 * 1024,
+            log_to_driver=False,
+            logging_level="error",
+            configure_logging=False,
+            _temp_dir=os.path.join(tempfile.gettempdir(), "sao-ray"),
+        )
 
     def _create(self) -> None:
         """All constructors run at once; Ray's own restarts are off, supervision is ours."""
