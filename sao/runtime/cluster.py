@@ -93,14 +93,14 @@ class Cluster:
                 ) from None
             self._owns_ray = True
             return
-        try:
-            self._init_local()
-        except Exception:  # Ray raises a bare Exception when its node is not up within 30 s, which a busy machine can need
-            ray.shutdown()
+        for last in (False, True):
             try:
                 self._init_local()
-            except Exception as error:
-                raise SystemFailure(f"Ray did not start on this machine ({error}); the machine may be overloaded, try again") from error
+                break
+            except Exception as error:  # noqa: BLE001  a bare Exception is what Ray raises when its node is not up within 30 s
+                ray.shutdown()
+                if last:
+                    raise SystemFailure(f"Ray did not start on this machine ({error}); it may be overloaded, try again") from error
         self._owns_ray = True
 
     def _init_local(self) -> None:
