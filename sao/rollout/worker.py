@@ -57,7 +57,9 @@ class EpisodeWorker:
         try:
             environment: Environment = environment_class(request.task, **args)
         except Exception as error:
-            raise EnvironmentFailure(f"{environment_class.__name__} could not be built for task {request.task.task_id}: {type(error).__name__}: {error}") from error
+            raise EnvironmentFailure(
+                f"{environment_class.__name__} could not be built for task {request.task.task_id}: {type(error).__name__}: {error}"
+            ) from error
         return await run_episode(
             request.task,
             environment,

@@ -97,7 +97,7 @@ class Cluster:
             try:
                 self._init_local()
                 break
-            except Exception as error:  # noqa: BLE001  a bare Exception is what Ray raises when its node is not up within 30 s
+            except Exception as error:
                 ray.shutdown()
                 if last:
                     raise SystemFailure(f"Ray did not start on this machine ({error}); it may be overloaded, try again") from error

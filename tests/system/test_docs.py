@@ -1,4 +1,7 @@
-"""Every command in the documentation runs: fenced `bash` blocks, block by block. All pages share one folder, the first run's page comes first, so that later pages find its run. `bash no-ci` marks what needs a GPU, a cluster or an hour."""
+"""Every command in the documentation runs: fenced `bash` blocks, block by block.
+
+All pages share one folder and the first run's page comes first, so that later pages find its run. `bash no-ci` marks what needs a GPU or a cluster.
+"""
 
 from __future__ import annotations
 

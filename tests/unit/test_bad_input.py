@@ -18,7 +18,9 @@ def project(tmp_path, monkeypatch):
     """A user's folder: tasks, a reward, a model whose tokenizer speaks ChatML."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (tmp_path / "my_reward_bad_input.py").write_text("def score(completion: str, row: dict) -> float:\n    return float(row['answer'] in completion)\n")
+    (tmp_path / "my_reward_bad_input.py").write_text(
+        "def score(completion: str, row: dict) -> float:\n    return float(row['answer'] in completion)\n"
+    )
     save_model(tmp_path / "model")
     write_tokenizer(tmp_path / "model", control=True)
     return tmp_path
@@ -38,7 +40,14 @@ def write_tokenizer(directory, *, control: bool) -> None:
 
 
 def train(*overrides: str) -> int:
-    base = ["env=single_turn", "data.path=tasks.jsonl", "reward=my_reward_bad_input:score", "model.path=model", "rollout.max_tokens=96", "rollout.max_turn_tokens=16"]
+    base = [
+        "env=single_turn",
+        "data.path=tasks.jsonl",
+        "reward=my_reward_bad_input:score",
+        "model.path=model",
+        "rollout.max_tokens=96",
+        "rollout.max_turn_tokens=16",
+    ]
     return main(["train", *base, "run.dry_run=true", *overrides])
 
 

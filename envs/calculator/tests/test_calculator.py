@@ -45,7 +45,9 @@ def test_the_right_number_earns_one(text: str) -> None:
     assert answer(build(), text).reward == 1.0
 
 
-@pytest.mark.parametrize("text", ["181", "-182", "- 182", "", "The answer is 181", "It is 182", "The answer is", "182.0", "182 182", "1_82", "١٨٢", "9" * 5000])
+@pytest.mark.parametrize(
+    "text", ["181", "-182", "- 182", "", "The answer is 181", "It is 182", "The answer is", "182.0", "182 182", "1_82", "١٨٢", "9" * 5000]
+)
 def test_anything_but_the_right_number_earns_nothing(text: str) -> None:
     result = answer(build(), text)
     assert result.terminated and result.reward == 0.0
