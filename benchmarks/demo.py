@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from common import ROOT, counters, read_jsonl, sao, write_result
 
 IDS = ["demo_accuracy_before", "demo_accuracy_after", "first_step_seconds", "logprob_gap_fp32"]
 SEEDS = (0, 1, 2)
+CONTROL_STEPS = "train.steps=40"  # enough for the demo itself to be far from where it began
 
 
 def warm_start(seed: int) -> str:
@@ -30,6 +32,11 @@ def run(folder: Path, seed: int, *overrides: str) -> dict[str, Any]:
     warm_start(seed)
     own = [f"seed={seed}", f"warmstart.seed={seed}"]
     seconds = sao("train", "experiment=demo", *own, f"run.dir={folder}", "run.progress=plain", *overrides)
+    return read(folder, seed, seconds, overrides)
+
+
+def read(folder: Path, seed: int, seconds: float, overrides: Sequence[str] = (), *, cached: bool = True) -> dict[str, Any]:
+    """What a finished run folder says. cached: whether its warm start was, without which its time to the first update does not count."""
     metrics = read_jsonl(folder / "metrics.jsonl")
     steps = [r for r in metrics if r["axis"] == "train"]
     evals = {(r["eval"], r["temperature"]): r for r in read_jsonl(folder / "eval.jsonl")}
@@ -44,7 +51,7 @@ def run(folder: Path, seed: int, *overrides: str) -> dict[str, Any]:
         "seed": seed,
         "overrides": list(overrides),
         "seconds": seconds,
-        "first_update_s": first,
+        "first_update_s": first if cached else None,
         "before": {
             f"t{t:g}": {k: e[k] for k in ("mean", "low", "high", "n", "truncated", "failed", "tokens")}
             for (name, t), e in evals.items()
@@ -66,13 +73,15 @@ def run(folder: Path, seed: int, *overrides: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", type=Path, help="keep the run folders here")
+    parser.add_argument("--seed0", type=Path, help="a finished run of `make demo` to take for seed 0 (benchmarks/demo_minutes.py --keep)")
     args = parser.parse_args()
     root = args.keep or Path(tempfile.mkdtemp(prefix="sao-bench-"))
-    runs = [run(root / f"seed{seed}", seed) for seed in SEEDS]
+    given = [read(args.seed0, 0, 0.0, cached=False)] if args.seed0 else []
+    runs = given + [run(root / f"seed{seed}", seed) for seed in SEEDS[len(given) :]]
     same_start = ["model.warmstart=false", "model.factory=", f"model.path={warm_start(0)}"]
     controls = {
-        "learning_rate_0": run(root / "lr0", 0, "optim.policy.lr=0"),
-        "tool_off": run(root / "tool-off", 0, "env.args.tool=false", *same_start),
+        "learning_rate_0": run(root / "lr0", 0, "optim.policy.lr=0", CONTROL_STEPS),
+        "tool_off": run(root / "tool-off", 0, "env.args.tool=false", CONTROL_STEPS, *same_start),
     }
     if args.keep is None:
         shutil.rmtree(root)
@@ -90,7 +99,7 @@ def report(runs: list[dict[str, Any]], controls: dict[str, Any]) -> None:
         "demo_accuracy_after", "held-out accuracy after training at temperature 1, median of 3 seeds", statistics.median(after), 0.9,
         higher_is_better=True, values=after, detail=detail,
     )  # fmt: skip
-    first = [r["first_update_s"] for r in runs]
+    first = [r["first_update_s"] for r in [*runs, *controls.values()] if r["first_update_s"] is not None]
     write_result(
         "first_step_seconds", "from the start of `sao train` (warm start cached) to the first actor update acknowledged by an engine", max(first), 60,
         higher_is_better=False, values=first, detail={"runs": [{k: r[k] for k in ("seed", "seconds", "first_update_s", "counters")} for r in runs]},

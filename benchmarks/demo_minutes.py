@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -15,6 +16,9 @@ IDS = ["demo_minutes"]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--keep", type=Path, help="copy the run folder here")
+    args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="sao-fresh-"))
     clone, home = folder / "clone", folder / "home"
     home.mkdir()
@@ -34,6 +38,8 @@ def main() -> None:
         seconds = time.monotonic() - started
         run = next(path.parent for path in (clone / "runs").glob("*/ledger.json"))
         evals = read_jsonl(run / "eval.jsonl")
+        if args.keep:
+            shutil.copytree(run, args.keep)
         detail = {
             "install_s": installed - started,
             "demo_s": seconds - (installed - started),

@@ -22,9 +22,12 @@ from sao.runtime.run_folder import RunFolder, choose
 from sao.tasks.source import TaskSource, build_held_out, build_source
 
 
-def train(config: Config, overrides: Sequence[str] = ()) -> int:
-    """Run to the end. Returns the process's exit code; mistakes and failures are raised as typed errors."""
-    started = time.monotonic()
+def train(config: Config, overrides: Sequence[str] = (), *, started: float | None = None) -> int:
+    """Run to the end. Returns the process's exit code; mistakes and failures are raised as typed errors.
+
+    started: time.monotonic() from which `perf/first_update_s` counts; now, when it is not given.
+    """
+    started = time.monotonic() if started is None else started
     env_configs = environments(config)
     source = build_source(config, env_configs)
     check_rewards(env_configs, config.reward)
