@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sao.config import Config
-from sao.errors import LearnerFailure
+from sao.errors import EnvironmentFailure, LearnerFailure
 from sao.inference.protocol import EngineSnapshot, PublishReport
 from sao.learner.protocol import StepReport
 from sao.ledger import Ledger
@@ -23,8 +23,9 @@ from sao.rollout.staleness import Buffer, Finished, may_admit
 from sao.tasks.source import TaskSource
 from sao.trajectory import EpisodeId
 
-# Consecutive failed episodes, as a multiple of the batch, after which the run is not worth continuing.
+# Consecutive failed episodes after which the run is not worth continuing: a multiple of the batch, and never so few that chance explains them.
 FAILURE_PATIENCE = 4
+LEAST_PATIENCE = 32
 
 
 class LearnerHandle(Protocol):
@@ -157,15 +158,9 @@ class TrainingLoop:
 
     def _count_failure(self, failure: EpisodeFailure) -> None:
         self._failures_in_a_row += 1
-        limit = FAILURE_PATIENCE * self.config.train.batch_size
+        limit = max(LEAST_PATIENCE, FAILURE_PATIENCE * self.config.train.batch_size)
         if self._failures_in_a_row >= limit:
-            raise type(self)._too_many(limit, failure)
-
-    @staticmethod
-    def _too_many(limit: int, failure: EpisodeFailure) -> Exception:
-        from sao.errors import EnvironmentFailure
-
-        return EnvironmentFailure(f"{limit} episodes failed in a row, the last with {failure.reason}: {failure.message}")
+            raise EnvironmentFailure(f"{limit} episodes failed in a row, the last with {failure.reason}: {failure.message}")
 
     # ------------------------------------------------------------------ training
 
