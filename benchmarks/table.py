@@ -1,0 +1,37 @@
+"""Write the table of figures in README.md from benchmarks/results/*.json, so that no figure is typed by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from common import RESULTS, ROOT
+
+BEGIN, END = "<!-- figures: python benchmarks/table.py -->", "<!-- end of figures -->"
+UNITS = {"demo_minutes": " min", "first_step_seconds": " s"}
+
+
+def table() -> str:
+    lines = ["| claim | figure | bar | spread |", "|---|---|---|---|"]
+    for path in sorted(RESULTS.glob("*.json")):
+        r = json.loads(path.read_text())
+        sign = ">=" if r["higher_is_better"] else "<="
+        unit = UNITS.get(r["id"], "")
+        spread = f"{r['spread']['min']:.3g} to {r['spread']['max']:.3g}, n = {r['spread']['n']}" if r["spread"]["n"] > 1 else "one run"
+        simulated = " (simulated)" if r["kind"] == "simulated" else ""
+        lines.append(f"| {r['claim']} (`{r['id']}`){simulated} | {r['value']:.3g}{unit} | {sign} {r['bar']:g}{unit} | {spread} |")
+    machines = {json.dumps(json.loads(p.read_text())["machine"], sort_keys=True) for p in RESULTS.glob("*.json")}
+    named = [json.loads(m) for m in sorted(machines)]
+    where = "; ".join(f"{m['cores']} cores of {m['cpu']}, {m['memory_mb'] // 1024} GiB, Python {m['python']}" for m in named)
+    return "\n".join([*lines, "", f"Machine: {where}."])
+
+
+def main() -> None:
+    path = ROOT / "README.md"
+    text = path.read_text()
+    block = f"{BEGIN}\n{table()}\n{END}"
+    path.write_text(re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: block, text, flags=re.DOTALL))
+
+
+if __name__ == "__main__":
+    main()
