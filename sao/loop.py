@@ -105,6 +105,11 @@ class TrainingLoop:
         self._next_ordinal = 0
         self._failures_in_a_row = 0
         self._changed = asyncio.Event()
+        self._holds: list[asyncio.Future[Any]] = []
+
+    def hold(self, work: asyncio.Future[Any]) -> None:
+        """The next publication waits for `work`, which needs the weights that are published now (an evaluation pinned to them)."""
+        self._holds.append(work)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -206,6 +211,9 @@ class TrainingLoop:
             raise LearnerFailure(f"the learner reports version {report.version} after step {step}, which started at {self.version} and allows {most}")
 
     async def _publish(self) -> None:
+        if self._holds:
+            await asyncio.gather(*self._holds)
+            self._holds.clear()
         started = time.monotonic()
         weights = await self.learner.gather()
         reports = await self.engines.publish(weights, self.version)

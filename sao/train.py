@@ -83,10 +83,11 @@ async def _run(config: Config, source: TaskSource, held_out: Sequence[Task], mod
 
 
 async def _work(config: Config, loop: TrainingLoop, held_out: Sequence[Task], folder: RunFolder, observer: RunObserver) -> None:
-    if config.eval.at_start:
-        await _evaluate("before", config, loop, held_out, folder, observer)
-    observer.phase("training")
-    await loop.run()
+    async with asyncio.TaskGroup() as group:
+        if config.eval.at_start:
+            loop.hold(group.create_task(_evaluate("before", config, loop, held_out, folder, observer)))
+        observer.phase("training")
+        await loop.run()
     if config.eval.at_end:
         await _evaluate("after", config, loop, held_out, folder, observer)
 

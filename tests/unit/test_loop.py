@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -151,6 +152,26 @@ def test_a_raising_learner_ends_the_run():
     with pytest.raises(BaseExceptionGroup) as caught:
         run(loop.run())
     assert caught.value.subgroup(RuntimeError) is not None
+
+
+def test_a_publication_waits_for_what_holds_it():
+    """An evaluation pinned to the published weights keeps them, and episodes and steps go on meanwhile."""
+    config = make_config(staleness=2, batch=2, steps=4)
+    engines = FakeEngines()
+    learner = CountingLearner(config)
+    loop = TrainingLoop(config, CountingSource(), TimedWorkers(engines, lambda request: 0.1), learner, engines, SilentObserver())
+    seen = []
+
+    async def evaluation():
+        await asyncio.sleep(30.0)
+        seen.append((engines.version, len(learner.batches)))
+
+    async def main():
+        loop.hold(asyncio.create_task(evaluation()))
+        await loop.run()
+
+    run(main())
+    assert seen == [(0, 1)] and engines.history == [1, 2, 3, 4]
 
 
 def test_phase_critic_trains_no_actor():
