@@ -108,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
 
     def verb(name: str, run: Callable[[argparse.Namespace], int], text: str, *, overrides: bool = False) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=text, description=text)
-        sub.set_defaults(run=run)
+        sub.set_defaults(handler=run)
         if overrides:
             sub.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
         return sub
@@ -133,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        return int(args.run(args))
+        return int(args.handler(args))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
