@@ -147,7 +147,7 @@ def _gap_by_age(run: RunData) -> str:
     ages = sorted(stats.gap_count)
     means = [stats.gap_sum[age] / stats.gap_count[age] for age in ages]
     colors = ["c1" if age == 0 else "c3" for age in ages]
-    note = "mean, log scale; at age 0 it is the two programs' own difference"
+    note = "mean, log scale; age 0 includes turns whose KV began under older weights"
     return bar_chart(
         "|trainer − engine| log-prob by age",
         [str(age) for age in ages],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -113,13 +113,14 @@ def _cards(run: RunData) -> str:
     stalest = int(run.episodes["staleness"].max()) if run.episodes else max((int(r.get("off_policy/staleness_max", 0)) for r in train), default=None)
     small = f"<small> of {bound} allowed</small>" if bound is not None else ""
     cards.append(_card("Largest staleness", f"{stalest}{small}" if stalest is not None else "–", "actor steps behind, oldest token", "third"))
-    same = run.tokens.gap_count.get(0)
-    mean = f"{run.tokens.gap_sum[0] / same:.1e}" if same else "–"
+    mean, largest, count = same_version_gap(train)
     cards.append(
         _card(
             "Log-prob gap",
-            mean,
-            f"trainer − engine, same version; largest {run.tokens.gap_max[0]:.0e}" if same else "no token was trained at its own version",
+            f"{mean:.1e}" if count else "–",
+            f"trainer − engine, same weights; largest {largest:.0e} of {short(count)} tokens"
+            if count
+            else "no token was compared under its own weights",
             "third",
         )
     )
@@ -157,6 +158,16 @@ def _accuracy(run: RunData, title: str, wanted: Callable[[float], bool], color: 
 
 def _span(record: dict[str, Any]) -> str:
     return f"{record['low']:.3f} to {record['high']:.3f}" if "low" in record and "high" in record else "without an interval"
+
+
+def same_version_gap(train: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
+    """Mean and largest |trainer - engine| log-prob over the tokens that were scored again under the weights that sampled them, and their number."""
+    name = "logprob_gap/same_version_"
+    rows = [r for r in train if f"{name}mean" in r]
+    count = sum(float(r[f"{name}tokens"]) for r in rows)
+    if not count:
+        return 0.0, 0.0, 0.0
+    return sum(r[f"{name}mean"] * r[f"{name}tokens"] for r in rows) / count, max(r[f"{name}max"] for r in rows), count
 
 
 def _card(title: str, value: str, below: str = "", kind: str = "") -> str:
