@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sao.report.metrics import read_metrics
+
 pytestmark = pytest.mark.system
 
 SMALL = [
@@ -122,9 +124,8 @@ def test_a_dead_engine_ends_the_run_with_its_name(trained, tmp_path):
     ]
     driver = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        metrics = tmp_path / "run" / "metrics.jsonl"
         deadline = time.monotonic() + 240
-        while not (metrics.exists() and '"axis": "publish"' in metrics.read_text()):
+        while not any(r["axis"] == "publish" for r in read_metrics(tmp_path / "run")):
             assert driver.poll() is None and time.monotonic() < deadline, driver.communicate()
             time.sleep(0.2)
         pids = json.loads((tmp_path / "run" / "actors.json").read_text())
