@@ -1,4 +1,4 @@
-"""The demo over three seeds, with its controls: accuracy before and after, time to the first update, log-prob gap."""
+"""The demo over three seeds, with its controls: accuracy before and after, log-prob gap."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from common import ROOT, counters, read_jsonl, sao, write_result
 
-IDS = ["demo_accuracy_before", "demo_accuracy_after", "first_step_seconds", "logprob_gap_fp32"]
+IDS = ["demo_accuracy_before", "demo_accuracy_after", "logprob_gap_fp32"]
 SEEDS = (0, 1, 2)
 CONTROL_STEPS = "train.steps=40"  # enough for the demo itself to be far from where it began
 
@@ -28,15 +28,16 @@ def warm_start(seed: int) -> str:
 
 
 def run(folder: Path, seed: int, *overrides: str) -> dict[str, Any]:
-    """One demo run; the warm start of its seed is made first, so that the run finds it cached."""
-    warm_start(seed)
+    """One demo run, or what is already in its folder. The warm start of its seed is made first, so that the run finds it cached."""
     own = [f"seed={seed}", f"warmstart.seed={seed}"]
-    seconds = sao("train", "experiment=demo", *own, f"run.dir={folder}", "run.progress=plain", *overrides)
-    return read(folder, seed, seconds, overrides)
+    if not (folder / "ledger.json").exists():
+        warm_start(seed)
+        sao("train", "experiment=demo", *own, f"run.dir={folder}", "run.progress=plain", *overrides)
+    return read(folder, seed, overrides)
 
 
-def read(folder: Path, seed: int, seconds: float, overrides: Sequence[str] = (), *, cached: bool = True) -> dict[str, Any]:
-    """What a finished run folder says. cached: whether its warm start was, without which its time to the first update does not count."""
+def read(folder: Path, seed: int, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What a finished run folder says."""
     metrics = read_jsonl(folder / "metrics.jsonl")
     steps = [r for r in metrics if r["axis"] == "train"]
     evals = {(r["eval"], r["temperature"]): r for r in read_jsonl(folder / "eval.jsonl")}
@@ -50,8 +51,8 @@ def read(folder: Path, seed: int, seconds: float, overrides: Sequence[str] = (),
     return {
         "seed": seed,
         "overrides": list(overrides),
-        "seconds": seconds,
-        "first_update_s": first if cached else None,
+        "seconds": metrics[-1]["t"],
+        "first_update_s": first,
         "before": {
             f"t{t:g}": {k: e[k] for k in ("mean", "low", "high", "n", "truncated", "failed", "tokens")}
             for (name, t), e in evals.items()
@@ -72,12 +73,10 @@ def read(folder: Path, seed: int, seconds: float, overrides: Sequence[str] = (),
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keep", type=Path, help="keep the run folders here")
-    parser.add_argument("--seed0", type=Path, help="a finished run of `make demo` to take for seed 0 (benchmarks/demo_minutes.py --keep)")
+    parser.add_argument("--keep", type=Path, help="keep the run folders here, and use the finished ones that are there")
     args = parser.parse_args()
     root = args.keep or Path(tempfile.mkdtemp(prefix="sao-bench-"))
-    given = [read(args.seed0, 0, 0.0, cached=False)] if args.seed0 else []
-    runs = given + [run(root / f"seed{seed}", seed) for seed in SEEDS[len(given) :]]
+    runs = [run(root / f"seed{seed}", seed) for seed in SEEDS]
     same_start = ["model.warmstart=false", "model.factory=", f"model.path={warm_start(0)}"]
     controls = {
         "learning_rate_0": run(root / "lr0", 0, "optim.policy.lr=0", CONTROL_STEPS),
@@ -98,11 +97,6 @@ def report(runs: list[dict[str, Any]], controls: dict[str, Any]) -> None:
     write_result(
         "demo_accuracy_after", "held-out accuracy after training at temperature 1, median of 3 seeds", statistics.median(after), 0.9,
         higher_is_better=True, values=after, detail=detail,
-    )  # fmt: skip
-    first = [r["first_update_s"] for r in [*runs, *controls.values()] if r["first_update_s"] is not None]
-    write_result(
-        "first_step_seconds", "from the start of `sao train` (warm start cached) to the first actor update acknowledged by an engine", max(first), 60,
-        higher_is_better=False, values=first, detail={"runs": [{k: r[k] for k in ("seed", "seconds", "first_update_s", "counters")} for r in runs]},
     )  # fmt: skip
     means = [r["logprob_gap"]["mean"] for r in runs]
     write_result(
