@@ -44,7 +44,8 @@ def _sweep(overrides: Sequence[str]) -> int:
     failed = 0
     for index, cell in enumerate(cells):
         print(f"[{index + 1}/{len(cells)}] sao train {' '.join(cell)}", flush=True)
-        own = cell if any(text.startswith("run.dir=") for text in cell) else [*cell, f"run.name=sweep{index:03d}"]
+        named = any(text.startswith(("run.dir=", "run.name=")) for text in cell)
+        own = cell if named else [*cell, f"run.name=sweep{index:03d}"]
         failed += subprocess.run([sys.executable, "-m", "sao.cli", "train", *own]).returncode != 0
     print(f"{len(cells) - failed} of {len(cells)} runs ended well")
     return 1 if failed else 0

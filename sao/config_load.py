@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,6 +42,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 # Groups whose choice must not be silently shadowed by a free-form mapping: keys below these are the user's own.
 OPEN_KEYS = ("env.args", "model.factory_args", "data.mixture")
+
+LOWEST_TEMPERATURE = 0.01  # below it vLLM's softmax overflows; 0 is greedy
 
 REFUSED_SAMPLING = {
     "presence_penalty": "penalties change the sampled distribution and break the importance ratio; remove the key",
@@ -240,6 +243,10 @@ def check(config: Config) -> None:
 
 
 def _check_ranges(config: Config) -> None:
+    for key in leaf_keys():
+        value = value_of(config, key)
+        numbers = value if isinstance(value, list) else [value]
+        _refuse(any(isinstance(n, float) and not math.isfinite(n) for n in numbers), f"{key}={value} is not a finite number")
     positive = (
         "train.steps", "train.batch_size", "engine.replicas", "engine.max_num_seqs", "engine.threads", "engine.tensor_parallel_size", "engine.kv_cache_mb",
         "engine.start_timeout_s", "engine.request_timeout_s", "engine.canary_tolerance", "weights.publish_every", "rollout.workers", "rollout.time_limit_s",
@@ -277,15 +284,18 @@ def _check_ranges(config: Config) -> None:
     _refuse(bool(weights) and not any(weights), "data.mixture gives every environment the weight 0; raise one")
     for temperature in config.eval.temperatures:
         _refuse(temperature < 0, f"eval.temperatures holds {temperature}; a temperature must not be negative (0 is greedy)")
+        _refuse(0 < temperature < LOWEST_TEMPERATURE, f"eval.temperatures holds {temperature}; below {LOWEST_TEMPERATURE} use 0, which is greedy")
 
 
 def _check_optimizer(key: str, optimizer: OptimizerConfig, steps: int) -> None:
     _refuse(optimizer.lr < 0, f"{key}.lr={optimizer.lr} must not be negative (0 freezes the model)")
     _refuse(len(optimizer.betas) != 2 or not all(0 <= b < 1 for b in optimizer.betas), f"{key}.betas={optimizer.betas} must be two numbers in [0, 1)")
+    _refuse(optimizer.eps < 0, f"{key}.eps={optimizer.eps} must not be negative")
+    _refuse(optimizer.weight_decay < 0, f"{key}.weight_decay={optimizer.weight_decay} must not be negative")
     _refuse(optimizer.grad_clip <= 0, f"{key}.grad_clip={optimizer.grad_clip} must be above 0")
     _refuse(
-        optimizer.warmup_steps < 0 or optimizer.warmup_steps > steps,
-        f"{key}.warmup_steps={optimizer.warmup_steps} must lie between 0 and train.steps={steps}",
+        optimizer.warmup_steps < 0 or (optimizer.warmup_steps >= steps and optimizer.warmup_steps > 0),
+        f"{key}.warmup_steps={optimizer.warmup_steps} must lie between 0 and train.steps={steps} (exclusive)",
     )
     _refuse(not 0 <= optimizer.final_lr_ratio <= 1, f"{key}.final_lr_ratio={optimizer.final_lr_ratio} must lie in [0, 1]")
 
@@ -296,6 +306,10 @@ def _check_sampling(config: Config) -> None:
     _refuse(
         sampling.temperature <= 0,
         f"rollout.sampling.temperature={sampling.temperature} is refused for training: greedy tokens have no distribution; use 1.0",
+    )
+    _refuse(
+        sampling.temperature < LOWEST_TEMPERATURE,
+        f"rollout.sampling.temperature={sampling.temperature} is below {LOWEST_TEMPERATURE}, which no engine samples at",
     )
     _refuse(sampling.top_p != 1.0, f"rollout.sampling.top_p={sampling.top_p} is refused for training: {why} (set 1.0)")
     _refuse(sampling.top_k != 0, f"rollout.sampling.top_k={sampling.top_k} is refused for training: {why} (set 0)")
@@ -323,6 +337,25 @@ def _check_combinations(config: Config) -> None:
         rollout.max_turn_tokens >= rollout.max_tokens,
         f"rollout.max_turn_tokens={rollout.max_turn_tokens} must be below rollout.max_tokens={rollout.max_tokens}",
     )
+    _refuse(
+        config.engine.request_timeout_s < rollout.time_limit_s,
+        f"engine.request_timeout_s={config.engine.request_timeout_s:g} is below rollout.time_limit_s={rollout.time_limit_s:g}: "
+        "a slow request would look like a dead engine; raise it",
+    )
+    _refuse(
+        bool(config.reward.function) and config.reward.timeout_s >= rollout.time_limit_s,
+        f"reward.timeout_s={config.reward.timeout_s:g} must be below rollout.time_limit_s={rollout.time_limit_s:g}, or no reward can time out before its episode does",
+    )
+    _refuse(
+        not config.algo.skip_observation and config.algo.value_level != "token",
+        f"algo.value_level={config.algo.value_level} needs algo.skip_observation=true: step-level values are per turn",
+    )
+    _refuse(config.engine.max_model_len < 0, f"engine.max_model_len={config.engine.max_model_len} must not be negative (0 is the model's own limit)")
+    for pattern in config.critic.freeze:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"critic.freeze has {pattern!r}, which is not a regular expression: {error}") from None
     limit = config.engine.max_model_len
     _refuse(
         0 < limit < rollout.max_tokens,
@@ -336,7 +369,11 @@ def _check_combinations(config: Config) -> None:
             not config.data.path and not config.env.data_path,
             "env=single_turn needs tasks: set data.path to a .jsonl or .parquet file, a datasets directory or a hub id",
         )
-        own = dict(config.env.args.get("reward") or {}).get("function")
+        reward = config.env.args.get("reward") or {}
+        _refuse(
+            not isinstance(reward, dict), f"env.args.reward={reward} must be a mapping of reward keys, for instance {{function: package.module:name}}"
+        )
+        own = dict(reward).get("function")
         _refuse(not config.reward.function and not own, "env=single_turn needs a score: set reward=package.module:function")
 
 
@@ -365,9 +402,14 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
     import itertools
 
     from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
 
     axes: list[list[str]] = []
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise ConfigError(f"the sweep cannot be read ({str(error).splitlines()[0]}); write key=a,b") from None
+    for override in parsed:
         key = override.get_key_element()
         if override.is_sweep_override():
             axes.append([f"{key}={value}" for value in override.sweep_string_iterator()])

@@ -181,7 +181,10 @@ class TrainingLoop:
             learned = time.monotonic()
             self._check_version(report, step)
             self.version = report.version
-            self.ledger.settle(ids, awaits_publication=self.version > self.published_version)
+            left_out = self._left_out(batch)
+            self.ledger.settle([identity for identity in ids if identity not in left_out], awaits_publication=self.version > version_before)
+            for identity in left_out:
+                self.ledger.drop(identity, "truncated")
             self.batches_done = step + 1
             last = step + 1 == self.total_batches
             if self.version > self.published_version and (self.version % self.config.weights.publish_every == 0 or last):
@@ -203,6 +206,12 @@ class TrainingLoop:
                 self.max_staleness = max(self.max_staleness, staleness)
                 return batch
             await self._wait_for_change()
+
+    def _left_out(self, batch: Sequence[Finished[Any]]) -> set[EpisodeId]:
+        """Episodes of a batch that algo.truncation=drop keeps from every loss."""
+        if self.config.algo.truncation != "drop":
+            return set()
+        return {item.meta.episode_id for item in batch if item.meta.finish.kind == "truncated"}
 
     def _check_version(self, report: StepReport, step: int) -> None:
         """One actor step at most; none while the actor is frozen, or when truncation=drop left nothing of the batch to train."""

@@ -19,7 +19,7 @@ from sao.runtime.cluster import Cluster
 from sao.runtime.models import check_tokenizer, facts, prepare
 from sao.runtime.plan import check_plan, machine, make_plan
 from sao.runtime.run_folder import RunFolder, choose
-from sao.tasks.source import TaskSource, build_held_out, build_source
+from sao.tasks.source import TaskSource, build_held_out, build_source, check_arguments
 
 
 def train(config: Config, overrides: Sequence[str] = (), *, started: float | None = None) -> int:
@@ -31,6 +31,8 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
     env_configs = environments(config)
     source = build_source(config, env_configs)
     check_rewards(env_configs, config.reward)
+    for env in env_configs:
+        check_arguments(env, config.reward)
     held_out = _held_out(config)
     model_path = prepare(config)
     check_tokenizer(config, model_path)
@@ -67,8 +69,8 @@ async def _run(config: Config, source: TaskSource, held_out: Sequence[Task], mod
         observer.attach(loop)
         watcher = asyncio.create_task(cluster.watch(engines, observer.engines))
         work = asyncio.create_task(_work(config, loop, held_out, folder, observer))
-        done, _ = await asyncio.wait({watcher, work}, return_when=asyncio.FIRST_COMPLETED)
         try:
+            done, _ = await asyncio.wait({watcher, work}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:

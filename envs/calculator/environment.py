@@ -16,6 +16,7 @@ from typing import Any
 from sao.environment import Action, Context, Message, StepResult, Task
 from sao.envs.calculator.arithmetic import OperationError, Problem, one_operation
 from sao.envs.calculator.demonstrations import script
+from sao.errors import ConfigError
 
 SYSTEM = 'Use the calculator, one operation a call. Then say "The answer is" and the number.'
 OPERATORS = (("+", "*"), ("*", "+"), ("-", "*"), ("*", "-"), ("+", "-"), ("-", "+"), ("+", "+"))
@@ -27,6 +28,7 @@ SCHEMA: dict[str, Any] = {
     },
 }
 ANSWER = re.compile(r"\s*(?:The answer is)?\s*(-?\d{1,18})\.?\s*", re.ASCII | re.IGNORECASE)
+MOST_DRAWS = 10_000
 HELD_OUT_SHARE = 10  # one expression in so many belongs to the held-out split
 
 
@@ -92,12 +94,13 @@ class CalculatorEnvironment:
         """Draw one task of `split` (train | held_out), operands uniform in operand_min..operand_max."""
         if split not in ("train", "held_out"):
             raise ValueError(f"split {split!r} is not train or held_out")
-        while True:
+        for _ in range(MOST_DRAWS):
             a, b, c = (rng.randint(operand_min, operand_max) for _ in range(3))
             first, second = rng.choice(OPERATORS)
             expression = f"{a}{first}{b}{second}{c}"
             if split_of(expression) == split:
                 return {"expression": expression}
+        raise ConfigError(f"env.args.operand_min={operand_min} and operand_max={operand_max} leave no {split} expression; widen the range")
 
     @classmethod
     def demonstration(cls, rng: random.Random, clean: bool, *, tool: bool = True, operand_min: int = 10, operand_max: int = 99) -> list[Message]:

@@ -308,7 +308,15 @@ class _Episode:
     async def _ask_environment(self, method: str, call: Callable[[], Awaitable[_T]]) -> _T:
         try:
             return await self._within(call)
-        except (SystemFailure, UserError, _OutOfTime):
+        except _OutOfTime:
+            if method == "step":
+                # The policy has done its part: what its turn was worth is unknown, which is not the same as worth nothing.
+                limit = f"rollout.time_limit_s={self.limits.time_limit_s:g}"
+                raise EnvironmentFailure(
+                    f"{self.name}.step had not answered task {self.task.task_id} when the episode's time was up ({limit})"
+                ) from None
+            raise
+        except (SystemFailure, UserError):
             raise
         except Exception as problem:
             raise self._raised(method, problem) from problem

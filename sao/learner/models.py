@@ -106,7 +106,7 @@ def load_critic(
 def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
     """Freeze every parameter whose name matches one of the regular expressions; returns how many.
 
-    No pattern freezes nothing. Patterns that together match no parameter, or every one, are a ConfigError.
+    No pattern freezes nothing. A pattern that matches no parameter, or patterns that match every one, are a ConfigError.
     """
     names = [name for name, _ in model.named_parameters()]
     chosen: set[str] = set()
@@ -116,12 +116,10 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
         except re.error as error:
             raise ConfigError(f"critic.freeze has {pattern!r}, which is not a regular expression: {error}") from error
         if not matched:
-            log.info("critic.freeze pattern %r matches no parameter of this architecture", pattern)
+            raise ConfigError(
+                f"critic.freeze has {pattern!r}, which matches no parameter of the critic (the first is {names[0]}); mend it or set critic.freeze=[]"
+            )
         chosen |= matched
-    if patterns and not chosen:
-        raise ConfigError(
-            f"critic.freeze {list(patterns)} matches no parameter of the critic (the first is {names[0]}); mend it or set critic.freeze=[]"
-        )
     if len(chosen) == len(names):
         raise ConfigError(f"critic.freeze {list(patterns)} freezes every parameter of the critic; leave some to train")
     for name, parameter in model.named_parameters():

@@ -10,7 +10,7 @@ from sao.agents.tokenizer import load_tokenizer
 from sao.agents.turns import Limits, run_episode
 from sao.config import Config, EnvConfig
 from sao.environment import Environment
-from sao.errors import EnvironmentFailure, SystemFailure
+from sao.errors import EnvironmentFailure, SystemFailure, UserError
 from sao.inference.pool import EngineHandle, EnginePool
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
 from sao.rollout.staleness import Finished
@@ -47,6 +47,11 @@ class EpisodeWorker:
         except SystemFailure as failure:
             log.warning("episode %s failed: %s", request.episode_id, failure)
             return EpisodeFailure(request.episode_id, failure.reason, str(failure), failure.sampled_tokens), None
+        except UserError:
+            raise
+        except Exception as error:
+            log.exception("episode %s broke", request.episode_id)
+            return EpisodeFailure(request.episode_id, "internal", f"{type(error).__name__}: {error}"), None
         if trajectory.finish.kind == "failed":
             why = str(trajectory.info.get("failure", trajectory.finish))
             return EpisodeFailure(request.episode_id, trajectory.finish.detail, why, trajectory.sampled_tokens), None

@@ -8,36 +8,20 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from sao.config import Config, EnvConfig
 from sao.errors import EngineFailure, SystemFailure, UserError
 from sao.inference.pool import EnginePool, PoolEvent
 from sao.inference.protocol import EngineSnapshot
 from sao.runtime.actors import EngineActor, LearnerActor, WorkerActor, gather_ready, thread_environment
+from sao.runtime.plan import gpu_shares
 from sao.runtime.remote import RemoteEngine, RemoteLearner, RemoteWorkers
 from sao.runtime.run_folder import write_atomically
 
 SNAPSHOT_EVERY_S = 1.0
 EPISODE_GRACE_S = 30.0
 CONCURRENCY = 4096  # calls an async actor holds at once
-
-
-class GpuShares(NamedTuple):
-    """Ray's num_gpus of one engine replica and of the learner."""
-
-    engine: float
-    learner: float
-
-
-def gpu_shares(config: Config, *, has_gpus: bool) -> GpuShares:
-    """A replica on one GPU may share it with the learner; a tensor-parallel replica takes whole ones."""
-    if not has_gpus:
-        return GpuShares(0, 0)
-    whole = config.engine.tensor_parallel_size > 1
-    engine = float(config.engine.tensor_parallel_size) if whole else config.engine.gpu_memory_utilization
-    learner = 0.0 if config.learner.device == "cpu" else (1.0 if whole else 1.0 - config.engine.gpu_memory_utilization)
-    return GpuShares(engine, learner)
 
 
 class Cluster:

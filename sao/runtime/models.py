@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import tempfile
 from collections.abc import Callable
@@ -26,19 +27,24 @@ class ModelFacts:
     context: int
     layers: int
     kv_bytes_per_token: int
+    names: tuple[str, ...] = ()
 
 
 def prepare(config: Config) -> str:
     """The directory of the starting policy. Makes or warm-starts it in a process of its own, so that the driver never loads torch."""
+    if config.model.path:
+        path = _existing(config.model.path)
+        if not config.model.warmstart:
+            return path
     if config.model.warmstart:
         from sao.warmstart import cached
 
-        path = cached(config)
-        if path is None:
+        found = cached(config)
+        if found is None:
             return _in_child(_warmstart, config)
-        print(f"warm start: cached in {path}", flush=True)
-        return str(path)
-    return _existing(config.model.path) if config.model.path else _in_child(_from_factory, config)
+        print(f"warm start: cached in {found}", flush=True)
+        return str(found)
+    return _in_child(_from_factory, config)
 
 
 def _in_child(make: Callable[[Config], str], config: Config) -> str:
@@ -82,36 +88,41 @@ def _existing(path: str) -> str:
 
 def facts(path: str) -> ModelFacts:
     """Sizes from config.json and the headers of the weight files."""
-    config = json.loads((Path(path) / "config.json").read_text())
+    try:
+        config = json.loads((Path(path) / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={path}: config.json cannot be read ({type(error).__name__}); name a Hugging Face model directory") from None
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
         raise ConfigError(f"model.path={path} holds no *.safetensors file; convert the checkpoint with save_pretrained")
-    parameters = sum(_count(file) for file in files)
+    sizes: dict[str, int] = {}
+    for file in files:
+        try:
+            sizes |= _sizes(file)
+        except (OSError, ValueError, KeyError, MemoryError) as error:
+            raise ConfigError(f"model.path={path}: {file.name} is damaged ({type(error).__name__}); copy the checkpoint again") from None
     layers = int(config.get("num_hidden_layers", 0))
     heads = int(config.get("num_key_value_heads", config.get("num_attention_heads", 1)))
     width = int(config.get("head_dim") or config.get("hidden_size", 0) // max(1, config.get("num_attention_heads", 1)))
     return ModelFacts(
         path=path,
-        parameters=parameters,
+        parameters=sum(sizes.values()),
         bytes_on_disk=sum(file.stat().st_size for file in files),
         context=int(config.get("max_position_embeddings", 0)),
         layers=layers,
         kv_bytes_per_token=2 * layers * heads * width * 4,
+        names=tuple(sizes),
     )
 
 
-def _count(file: Path) -> int:
+def _sizes(file: Path) -> dict[str, int]:
+    """Parameter names and element counts from a safetensors header."""
     with open(file, "rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
+        if size > file.stat().st_size:
+            raise ValueError("truncated header")
         header: dict[str, Any] = json.loads(stream.read(size))
-    total = 0
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            count = 1
-            for dimension in tensor["shape"]:
-                count *= dimension
-            total += count
-    return total
+    return {name: math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
 
 
 def check_tokenizer(config: Config, path: str) -> None:

@@ -7,7 +7,9 @@ cannot work before anything starts, not to account for the last megabyte.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sao.config import Config
 from sao.errors import ConfigError
@@ -20,6 +22,23 @@ LEARNER_BASE_MB = 550
 WORKER_BASE_MB = 350
 ACTIVATION_BYTES_PER_TOKEN_LAYER_WIDTH = 64
 BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class GpuShares(NamedTuple):
+    """Ray's num_gpus of one engine replica and of the learner."""
+
+    engine: float
+    learner: float
+
+
+def gpu_shares(config: Config, *, has_gpus: bool) -> GpuShares:
+    """A replica on one GPU may share it with the learner; a tensor-parallel replica takes whole ones."""
+    if not has_gpus:
+        return GpuShares(0, 0)
+    whole = config.engine.tensor_parallel_size > 1
+    engine = float(config.engine.tensor_parallel_size) if whole else config.engine.gpu_memory_utilization
+    learner = 0.0 if config.learner.device == "cpu" else (1.0 if whole else 1.0 - config.engine.gpu_memory_utilization)
+    return GpuShares(engine, learner)
 
 
 @dataclass(frozen=True)
@@ -99,11 +118,12 @@ def check_plan(config: Config, plan: Plan, model: ModelFacts) -> None:
             f"engines and learner want {threads} threads and this machine has {here.cores} cores: spinning threads would starve each other; "
             "lower engine.replicas, engine.threads or learner.threads"
         )
-    if config.engine.tensor_parallel_size > 1 and here.gpus < config.engine.replicas * config.engine.tensor_parallel_size:
-        raise ConfigError(
-            f"engine.replicas * engine.tensor_parallel_size = {config.engine.replicas * config.engine.tensor_parallel_size} GPUs are asked for, "
-            f"this machine has {here.gpus}; lower one of them"
-        )
+    _check_gpus(config, here)
+    for pattern in config.critic.freeze:
+        frozen = [name for name in model.names if re.search(pattern, name)]
+        if model.names and len(frozen) in (0, len(model.names)):
+            what = "matches no parameter" if not frozen else "freezes every parameter"
+            raise ConfigError(f"critic.freeze={pattern!r} {what} of this model (the first is {model.names[0]}); mend it or set critic.freeze=[]")
     limit = config.engine.max_model_len or model.context
     if model.context and limit > model.context:
         raise ConfigError(f"engine.max_model_len={limit} exceeds the model's context of {model.context}; lower it")
@@ -113,4 +133,20 @@ def check_plan(config: Config, plan: Plan, model: ModelFacts) -> None:
     if not here.gpus and kv_tokens < config.rollout.max_tokens:
         raise ConfigError(
             f"engine.kv_cache_mb={config.engine.kv_cache_mb} holds {kv_tokens} tokens, less than one episode of rollout.max_tokens={config.rollout.max_tokens}; raise it"
+        )
+
+
+def _check_gpus(config: Config, here: Machine) -> None:
+    """Engines and learner together must fit this machine's GPUs; a cluster's are Ray's to count."""
+    if config.launcher.ray_address:
+        return
+    if config.learner.device == "cuda" and not here.gpus:
+        raise ConfigError("learner.device=cuda and this machine has no GPU; use auto or cpu")
+    if config.engine.tensor_parallel_size > 1 and not here.gpus:
+        raise ConfigError(f"engine.tensor_parallel_size={config.engine.tensor_parallel_size} and this machine has no GPU; set 1")
+    shares = gpu_shares(config, has_gpus=here.gpus > 0)
+    wanted = config.engine.replicas * shares.engine + shares.learner
+    if wanted > here.gpus + 1e-6:
+        raise ConfigError(
+            f"engines and learner want {wanted:.1f} GPUs and this machine has {here.gpus}; lower engine.replicas, engine.tensor_parallel_size or engine.gpu_memory_utilization"
         )

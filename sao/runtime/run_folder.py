@@ -40,7 +40,7 @@ class RunFolder:
             owner = lock.read().strip() or "unknown"
             lock.close()
             raise UserError(f"run.dir={self.path} is in use by process {owner}; wait for that run or choose another folder") from None
-        if (self.path / "metrics.jsonl").exists():
+        if (self.path / "ledger.json").exists() or any((self.path / "trajectories").glob("*.parquet")):
             lock.close()
             raise UserError(f"run.dir={self.path} already holds a run; choose another folder or remove it")
         lock.truncate(0)

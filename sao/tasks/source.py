@@ -21,7 +21,7 @@ from sao.tasks.row_source import RowSource, held_out_of_rows
 from sao.tasks.rows import RowFormat, Rows, open_rows
 from sao.tasks.target import load_environment
 
-__all__ = ["TaskSource", "build_held_out", "build_source", "environment_args", "load_environment"]
+__all__ = ["TaskSource", "build_held_out", "build_source", "check_arguments", "environment_args", "load_environment"]
 
 
 class TaskSource(Protocol):
@@ -81,6 +81,14 @@ def environment_args(env: EnvConfig, reward: RewardConfig) -> dict[str, Any]:
     if "reward" in inspect.signature(load_environment(env.target)).parameters:
         args["reward"] = {**asdict(reward), **dict(args.get("reward") or {})}
     return args
+
+
+def check_arguments(env: EnvConfig, reward: RewardConfig) -> None:
+    """Refuse `env.args` that the environment class does not take."""
+    try:
+        inspect.signature(load_environment(env.target)).bind(None, **environment_args(env, reward))
+    except TypeError as error:
+        raise ConfigError(f"env.args of {env.name}: {error}; {env.target.rsplit(':', 1)[-1]} takes other arguments") from None
 
 
 def _weights(config: Config, env_configs: Sequence[EnvConfig]) -> dict[str, float]:

@@ -39,7 +39,7 @@ def load_target(target: str, key: str) -> Any:
             mend = f"install it or start from the directory that holds it ({here} is searched)"
             raise ConfigError(f"{key}={target}: there is no module {error.name!r}; {mend}") from error
         raise ConfigError(f"{key}={target}: importing {module_name} needs the module {error.name!r}, which is not installed") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}={target}: importing {module_name} failed with {one_line(error)}") from error
     value: Any = module
     for part in attribute.split("."):

@@ -80,6 +80,11 @@ def test_the_good_case_passes_and_starts_nothing(project, capsys):
         ("model.renderer=template", "template"),
         ("eval.at_end=true", "held-out"),
         ("launcher.num_cpus=-1", "launcher.num_cpus"),
+        ("learner.device=cuda", "no GPU"),
+        ("engine.tensor_parallel_size=2", "no GPU"),
+        ("critic.freeze=[nothing_matches]", "matches no parameter"),
+        ("critic.freeze=['.*']", "freezes every parameter"),
+        ("env.args.unknown=1", "env.args"),
     ],
 )
 def test_mistakes_in_the_command(project, capsys, override, says):
@@ -115,6 +120,30 @@ def test_a_directory_without_weights(project, capsys):
     refused(train(), "safetensors", capsys)
 
 
+def test_damaged_model_files(project, capsys):
+    (project / "model" / "model.safetensors").write_bytes(b"\xff" * 64)
+    refused(train(), "damaged", capsys)
+    (project / "model" / "config.json").write_text("{")
+    refused(train(), "config.json", capsys)
+
+
+def test_a_missing_model_under_a_warm_start(project, capsys):
+    assert main(["train", "experiment=demo", "model.path=/nope", "model.factory=", "run.dry_run=true"]) == 2
+    assert "model.path=/nope does not exist" in capsys.readouterr().err
+
+
+def test_gpu_shares_are_summed():
+    from sao.config import Config
+    from sao.errors import ConfigError
+    from sao.runtime.plan import Machine, _check_gpus
+
+    config = Config()
+    _check_gpus(config, Machine(8, 64000, 60000, 1))
+    config.engine.replicas = 2
+    with pytest.raises(ConfigError, match=r"1\.6 GPUs"):
+        _check_gpus(config, Machine(8, 64000, 60000, 1))
+
+
 def test_two_runs_in_the_same_folder(project, capsys):
     with RunFolder(project / "runs" / "one"):
         pass
@@ -125,10 +154,10 @@ def test_two_runs_in_the_same_folder(project, capsys):
 
 def test_a_finished_run_is_not_overwritten(project):
     with RunFolder(project / "runs" / "one") as folder:
-        folder.write_text("metrics.jsonl", "{}\n")
+        folder.write_text("ledger.json", "{}\n")
     with pytest.raises(Exception, match="already holds a run"), RunFolder(project / "runs" / "one"):
         pass
-    assert (project / "runs" / "one" / "metrics.jsonl").read_text() == "{}\n"
+    assert (project / "runs" / "one" / "ledger.json").read_text() == "{}\n"
 
 
 def refused(code: int, says: str, capsys) -> str:

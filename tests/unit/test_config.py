@@ -47,6 +47,17 @@ SOURCE = Path(sao.__file__).parent
         (["optim.critic.betas=[0.9]"], "optim.critic.betas"),
         (["algo.eps_low=1.5"], "algo.eps_low"),
         (["model.path="], "model.path is empty"),
+        (["optim.policy.lr=nan"], "optim.policy.lr=nan is not a finite number"),
+        (["rollout.time_limit_s=inf"], "not a finite number"),
+        (["rollout.sampling.temperature=0.005"], "no engine samples at"),
+        (["eval.temperatures=[0.001]"], "eval.temperatures"),
+        (["engine.request_timeout_s=10"], "engine.request_timeout_s=10"),
+        (["reward.timeout_s=60"], "reward.timeout_s=60"),
+        (["algo.skip_observation=false", "algo.value_level=step_mean"], "algo.value_level"),
+        (["optim.policy.warmup_steps=100"], "optim.policy.warmup_steps"),
+        (["critic.freeze=['(']"], "critic.freeze"),
+        (["engine.max_model_len=-1"], "engine.max_model_len=-1"),
+        (["env.args.reward=3"], "env.args.reward=3"),
         (["data.path="], "data.path"),
         (["reward.function="], "reward=package.module:function"),
         (["data.mixture={calculator: 0}"], "every environment the weight 0"),
@@ -74,6 +85,11 @@ def test_values_reach_the_schema_typed():
     assert (config.rollout.staleness, config.algo.eps_low, config.algo.eps_high, config.algo.lambda_policy) == (2, 0.8, 3.0, 0.9)
     assert config.env.args["anything"] == 3
     assert config.data.mixture == {"calculator": 0.5, "single_turn": 0.5}
+
+
+def test_a_sweep_that_cannot_be_read_is_one_sentence():
+    with pytest.raises(ConfigError, match="the sweep cannot be read"):
+        expand_sweep(["foo["])
 
 
 def test_the_short_form_of_the_reward():

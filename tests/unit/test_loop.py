@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -172,6 +173,28 @@ def test_a_publication_waits_for_what_holds_it():
 
     run(main())
     assert seen == [(0, 1)] and engines.history == [1, 2, 3, 4]
+
+
+def test_truncation_drop_neither_deadlocks_nor_counts_as_trained():
+    """A batch that is all truncated makes no actor step: its slots must come free although nothing is published."""
+    config = make_config(staleness=1, batch=4, steps=8, every=2)
+    config.algo.truncation = "drop"
+
+    class Dropping(CountingLearner):
+        async def step(self, handles, step):
+            before = self.version
+            report = await super().step(handles, step)
+            if all(t.finish.kind == "truncated" for t in handles):
+                self.version = before
+            return replace(report, version=self.version)
+
+    engines = FakeEngines()
+    slow = {4, 5, 6, 7, 9}
+    workers = TimedWorkers(engines, lambda request: 9.0 if request.episode_id.ordinal in slow else 0.1, limit=5.0)
+    loop = TrainingLoop(config, CountingSource(), workers, Dropping(config), engines, SilentObserver())
+    run(loop.run())
+    audit = loop.ledger.audit()
+    assert audit["closes"] and audit["prompts"]["dropped"] == {"truncated": 5}
 
 
 def test_phase_critic_trains_no_actor():
