@@ -54,7 +54,7 @@ class RunObserver:
 
     def step(self, row: StepRow) -> None:
         metas = [item.meta for item in row.batch]
-        values = dict(row.report.metrics) | batch_metrics(metas, row.version_before)
+        values = dict(row.report.metrics) | batch_metrics(metas, row.version_before, per_environment=bool(self.config.data.mixture))
         values |= {
             "timing_s/wait_for_batch": row.wait_s,
             "timing_s/learn": row.learn_s,
@@ -143,7 +143,7 @@ class RunObserver:
             self.log.removeHandler(handler)
 
 
-def batch_metrics(metas: Sequence[TrajectoryMeta], version: int) -> dict[str, float]:
+def batch_metrics(metas: Sequence[TrajectoryMeta], version: int, *, per_environment: bool = False) -> dict[str, float]:
     """Per-trajectory means of one batch: each rollout counts once, however many segments it has."""
     rewards = np.array([meta.reward for meta in metas])
     lengths = np.array([meta.action_tokens for meta in metas])
@@ -176,8 +176,8 @@ def batch_metrics(metas: Sequence[TrajectoryMeta], version: int) -> dict[str, fl
             values[name] = np.mean([meta.metrics[name] for meta in metas if name in meta.metrics])
         else:
             values[f"rollout/{name}"] = np.mean([meta.metrics.get(name, 0.0) for meta in metas])
-    names = {meta.environment for meta in metas}
-    if len(names) > 1:
+    if per_environment:
+        names = {meta.environment for meta in metas}
         values |= {f"reward/mean/{name}": np.mean([meta.reward for meta in metas if meta.environment == name]) for name in names}
     for reason in {str(meta.finish) for meta in metas}:
         values[f"rollout/finish/{reason.replace(': ', '_')}"] = np.mean([str(meta.finish) == reason for meta in metas])

@@ -15,7 +15,7 @@ from sao.agents.renderer import load_renderer
 from sao.agents.tool_calls import format_call
 from sao.agents.turns import Limits, run_episode
 from sao.environment import StepResult
-from sao.errors import EngineFailure
+from sao.errors import EngineFailure, EnvironmentFailure
 from sao.inference.protocol import GenerateRequest, Generation
 from sao.trajectory import FinishReason, SamplingSpec, Trajectory
 
@@ -118,10 +118,11 @@ def test_time_limit_while_sampling_keeps_the_reward(chatml) -> None:
     assert got.timings[-1].output_tokens == 0 and got.timings[-1].generate_s > 0.05
 
 
-def test_time_limit_in_the_environment(chatml) -> None:
+def test_an_environment_that_outlasts_the_episode_is_a_failure_and_never_a_reward_of_0(chatml) -> None:
     environment = ScriptedEnvironment([say(reward=0.5), 5.0])
-    got = episode(chatml, ScriptedGenerate([[90, chatml.end]] * 2), environment, time_limit_s=0.2)
-    assert got.finish == FinishReason.truncated("time") and got.reward == 0.5 and got.sampled_tokens == 4
+    with pytest.raises(EnvironmentFailure, match="rollout.time_limit_s") as caught:
+        episode(chatml, ScriptedGenerate([[90, chatml.end]] * 2), environment, time_limit_s=0.2)
+    assert caught.value.sampled_tokens == 4 and environment.closed == 1
     assert environment.context is not None and environment.context.deadline < float("inf")
 
 

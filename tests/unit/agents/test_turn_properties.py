@@ -101,6 +101,8 @@ def test_trainer_ids_are_engine_ids(talk: dict[str, Any]) -> None:
     for request, answer in zip(generate.requests, generate.sampled, strict=True):
         prompt = request.token_ids.tolist()
         full = [*prompt, *answer]
+        if not answer:
+            continue  # a trailing segment in which nothing was sampled is left out
         while got.segments[segment_of].token_ids[: len(full)].tolist() != full:
             segment_of += 1
         segment = got.segments[segment_of]
@@ -109,7 +111,8 @@ def test_trainer_ids_are_engine_ids(talk: dict[str, Any]) -> None:
         assert np.allclose(segment.logprobs[at], -(np.arange(at.start, at.stop) + 1) / 1000), "with its own log-prob"
     for segment in got.segments:
         assert np.isfinite(segment.logprobs[segment.action_mask]).all()
-    assert len(got.segments) == 1 + got.metrics.get("segments/forked", 0)
+    opened = 1 + got.metrics.get("segments/forked", 0)
+    assert len(got.segments) == opened or (len(got.segments) < opened and not generate.sampled[-1])
 
 
 @settings(max_examples=60, deadline=None)
