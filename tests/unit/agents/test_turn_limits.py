@@ -120,7 +120,7 @@ def test_time_limit_while_sampling_keeps_the_reward(chatml) -> None:
 
 def test_an_environment_that_outlasts_the_episode_is_a_failure_and_never_a_reward_of_0(chatml) -> None:
     environment = ScriptedEnvironment([say(reward=0.5), 5.0])
-    with pytest.raises(EnvironmentFailure, match="rollout.time_limit_s") as caught:
+    with pytest.raises(EnvironmentFailure, match=r"rollout\.time_limit_s") as caught:
         episode(chatml, ScriptedGenerate([[90, chatml.end]] * 2), environment, time_limit_s=0.2)
     assert caught.value.sampled_tokens == 4 and environment.closed == 1
     assert environment.context is not None and environment.context.deadline < float("inf")
