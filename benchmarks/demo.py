@@ -77,14 +77,17 @@ def main() -> None:
     args = parser.parse_args()
     root = args.keep or Path(tempfile.mkdtemp(prefix="sao-bench-"))
     runs = [run(root / f"seed{seed}", seed) for seed in SEEDS]
+    report(runs, {})  # what the seeds took an hour for is kept, whatever happens to the controls
     same_start = ["model.warmstart=false", "model.factory=", f"model.path={warm_start(0)}"]
-    controls = {
-        "learning_rate_0": run(root / "lr0", 0, "optim.policy.lr=0", CONTROL_STEPS),
-        "tool_off": run(root / "tool-off", 0, "env.args.tool=false", CONTROL_STEPS, *same_start),
-    }
+    report(
+        runs,
+        {
+            "learning_rate_0": run(root / "lr0", 0, "optim.policy.lr=0", CONTROL_STEPS),
+            "tool_off": run(root / "tool-off", 0, "env.args.tool=false", CONTROL_STEPS, *same_start),
+        },
+    )
     if args.keep is None:
         shutil.rmtree(root)
-    report(runs, controls)
 
 
 def report(runs: list[dict[str, Any]], controls: dict[str, Any]) -> None:
