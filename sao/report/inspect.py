@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,15 @@ _STYLES = {
     FROZEN: "black on #d7dcc0",
 }
 
+PIPED_WIDTH = 160  # columns where no terminal says how many there are
+
 
 def main(run_dir: Path | str, step: int | None = None, episode: int | None = None, console: Console | None = None) -> None:
     """Print the trajectories of a step (the last by default), or one episode token by token.
 
     Raises UserError when the run stored no trajectories, or not that step or episode.
     """
-    run_dir, console = Path(run_dir), console if console is not None else Console()
+    run_dir, console = Path(run_dir), console if console is not None else Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     steps = stored_steps(run_dir)
     if not steps:
         raise UserError(f"{run_dir} holds no stored trajectories; train with logger.trajectories=all")
