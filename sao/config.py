@@ -86,7 +86,7 @@ class EngineConfig:
     enforce_eager: bool = True
     prefix_caching: bool = True
     threads: int = 1  # CPU threads of one replica
-    start_timeout_s: float = 180.0
+    start_timeout_s: float = 300.0
     request_timeout_s: float = 120.0
     canary_tolerance: float = 0.005  # largest |engine - trainer| log-prob after a publication; use 0.5 for bfloat16
 
