@@ -77,7 +77,7 @@ class Cluster:
                 ) from None
             self._owns_ray = True
             return
-        for last in (False, True):
+        for last in (False, False, True):
             try:
                 self._init_local()
                 break
