@@ -122,9 +122,9 @@ class Ledger:
         """Episodes that hold an admission slot: running + buffered + training + trained but not yet published."""
         return len(self.entries) + self.unpublished
 
-    def waiting_versions(self) -> list[int]:
-        """Versions of the episodes that no training step has taken yet."""
-        return [entry.version for entry in self.entries.values() if entry.state != "training"]
+    def running_versions(self) -> list[int]:
+        """Admitted versions of the episodes that still run."""
+        return [entry.version for entry in self.entries.values() if entry.state == "running"]
 
     def audit(self) -> dict[str, Any]:
         """The account as plain data; `closes` is whether both identities hold."""

@@ -199,8 +199,7 @@ class TrainingLoop:
             for late in self.buffer.pop_overdue(self.version):
                 self.ledger.drop(late.meta.episode_id, "overdue")
                 self._signal()
-            running = [entry.version for entry in self.ledger.entries.values() if entry.state == "running"]
-            batch = self.buffer.pop_batch(running, version_after=self.version + advance)
+            batch = self.buffer.pop_batch(self.ledger.running_versions(), version_after=self.version + advance)
             if batch is not None:
                 staleness = max(self.version - item.meta.oldest_version for item in batch)
                 self.max_staleness = max(self.max_staleness, staleness)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,8 +13,6 @@ from torch import Tensor, nn
 
 from sao.errors import ConfigError
 from sao.learner import attention
-
-log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 ATTENTIONS = (attention.NAME, "flash_attention_2", "flash_attention_3")

@@ -173,15 +173,12 @@ class LearnerActor:
 async def gather_ready(calls: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
     """Await the `ready` answer of every actor; the name of the one that failed or hung travels with the error."""
     from sao.errors import SystemFailure
+    from sao.runtime.remote import as_coroutine
 
     async def one(name: str, reference: Any) -> tuple[str, Any]:
         try:
-            return name, await asyncio.wait_for(_as_coroutine(reference), timeout_s)
+            return name, await asyncio.wait_for(as_coroutine(reference), timeout_s)
         except TimeoutError:
             raise SystemFailure(f"{name} was not ready after {timeout_s:.0f} s; see logs/{name}.log in the run folder") from None
 
     return dict(await asyncio.gather(*(one(name, reference) for name, reference in calls.items())))
-
-
-async def _as_coroutine(reference: Any) -> Any:
-    return await reference

@@ -20,7 +20,7 @@ async def call(reference: Awaitable[T], actor: str, failure: type[SystemFailure]
     import ray.exceptions as rx
 
     try:
-        return await asyncio.wait_for(_await(reference), timeout_s)
+        return await asyncio.wait_for(as_coroutine(reference), timeout_s)
     except TimeoutError:
         raise failure(f"{actor} did not answer within {timeout_s:.0f} s; see logs/{actor}.log in the run folder") from None
     except rx.RayTaskError as error:
@@ -32,7 +32,8 @@ async def call(reference: Awaitable[T], actor: str, failure: type[SystemFailure]
         raise failure(f"{actor} died ({str(error).splitlines()[0]}); see logs/{actor}.log in the run folder") from None
 
 
-async def _await(reference: Awaitable[T]) -> T:
+async def as_coroutine(reference: Awaitable[T]) -> T:
+    """asyncio.wait_for takes coroutines; a Ray reference is only awaitable."""
     return await reference
 
 
