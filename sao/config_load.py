@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -150,6 +151,7 @@ def compose(overrides: Sequence[str]) -> Config:
     return config
 
 
+@functools.cache
 def _register_schema() -> None:
     from hydra.core.config_store import ConfigStore
 
@@ -168,9 +170,8 @@ def _compose_raw(overrides: Sequence[str]) -> Config:
     try:
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
             node = hydra.compose("config", overrides=plain)
-        merged = OmegaConf.merge(OmegaConf.structured(Config), node)
-        OmegaConf.resolve(merged)
-        return cast(Config, OmegaConf.to_object(merged))
+        OmegaConf.resolve(node)
+        return cast(Config, OmegaConf.to_object(node))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_sentence(error)) from None
 
