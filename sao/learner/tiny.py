@@ -7,7 +7,6 @@ The result is an ordinary Hugging Face directory; the same seed and arguments gi
 
 from __future__ import annotations
 
-import importlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from sao.agents.chatml import with_tools
 from sao.environment import Task
+from sao.tasks.target import load_target
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>")
@@ -58,8 +58,8 @@ def make(
     environment: package.module:Class whose demonstrations the tokenizer is trained on. vocab_size: an upper bound, the vocabulary holds what those texts
     need. head_size must be one vLLM supports on CPU (32, 64, ...).
     """
-    module, _, name = environment.partition(":")
-    tokenizer = train_tokenizer(texts(getattr(importlib.import_module(module), name), environment_args or {}, demonstrations), vocab_size)
+    demonstrator = load_target(environment, "model.factory_args.environment")
+    tokenizer = train_tokenizer(texts(demonstrator, environment_args or {}, demonstrations), vocab_size)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import tempfile
 import time
@@ -91,6 +92,7 @@ class Cluster:
         os.environ.update(thread_environment(1))
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it reports each start's authentication mode as a warning
         launcher = self.config.launcher
         if ray.is_initialized():
             return

@@ -44,7 +44,7 @@ def options(folder: Path, *, steps: int, batch: int = 8, staleness: int = 0) -> 
     if not data.exists():
         data.write_text("".join(json.dumps({"prompt": f"number {i}", "answer": str(i)}) + "\n" for i in range(5000)))
     return [
-        "model=demo", "model.warmstart=false", "model.factory_args.environment=sao.envs.calculator:CalculatorEnvironment", "env=single_turn",
+        "model=demo", "model.warmstart=false", "model.factory_args.environment=sao.envs.calculator.environment:CalculatorEnvironment", "env=single_turn",
         f"data.path={data}", "reward=tests.system.scripted_run:parity", f"train.steps={steps}", f"train.batch_size={batch}",
         f"rollout.staleness={staleness}", "critic.critic_only_steps=1", "algo.eps_low=1.0", "algo.eps_high=1e9", "optim.policy.lr=1e-3",
         "optim.critic.lr=1e-3", "rollout.max_turn_tokens=12", "rollout.max_tokens=128", "engine.max_model_len=128", "run.progress=plain",
