@@ -187,6 +187,8 @@ class RewardConfig:
 class EvalConfig:
     at_start: bool = False
     at_end: bool = False
+    every: int = 0  # versions between evaluations while training; 0: none
+    placement: str = "hold"  # hold: the next publication waits for an evaluation | replica: one engine leaves the training pool for it
     tasks: int = 256  # held-out tasks
     temperatures: list[float] = field(default_factory=lambda: [1.0, 0.0])
 

@@ -27,11 +27,12 @@ CONCURRENCY = 4096  # calls an async actor holds at once
 class Cluster:
     """The actors of one run. Use as `async with Cluster(...) as cluster`; leaving it ends every actor it started."""
 
-    def __init__(self, config: Config, env_configs: Sequence[EnvConfig], model_path: str, run_dir: Path) -> None:
+    def __init__(self, config: Config, env_configs: Sequence[EnvConfig], model_path: str, run_dir: Path, *, learner: bool = True) -> None:
         self.config = config
         self.env_configs = list(env_configs)
         self.model_path = model_path
         self.run_dir = run_dir
+        self.with_learner = learner  # an evaluation needs none
         self.actors: dict[str, Any] = {}
         self.latest: dict[str, EngineSnapshot] = {}
         self._owns_ray = False
@@ -112,9 +113,10 @@ class Cluster:
             options = {"num_cpus": 0, "num_gpus": gpus.engine, "max_restarts": 0, "max_concurrency": CONCURRENCY}
             self.actors[name] = engine_class.options(**options).remote(name, self.model_path, config, run_dir, config.seed + index)
         engines = dict(self.actors)
-        self.actors["learner"] = learner_class.options(num_cpus=0, num_gpus=gpus.learner, max_restarts=0).remote(
-            "learner", self.model_path, config, run_dir
-        )
+        if self.with_learner:
+            self.actors["learner"] = learner_class.options(num_cpus=0, num_gpus=gpus.learner, max_restarts=0).remote(
+                "learner", self.model_path, config, run_dir
+            )
         for index in range(config.rollout.workers):
             name = f"worker-{index}"
             worker = worker_class.options(num_cpus=0, max_restarts=0, max_concurrency=CONCURRENCY)
