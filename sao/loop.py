@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -72,6 +72,7 @@ class StepRow:
     learn_s: float
     publish_s: float
     seconds: float
+    held_s: float = 0.0  # how long its publication waited for an evaluation
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -106,10 +107,22 @@ class TrainingLoop:
         self._failures_in_a_row = 0
         self._changed = asyncio.Event()
         self._holds: list[asyncio.Future[Any]] = []
+        self._stopping = False
+        self.after_publication: Callable[[int], Awaitable[None]] | None = None  # awaited with each published version before training goes on
 
     def hold(self, work: asyncio.Future[Any]) -> None:
         """The next publication waits for `work`, which needs the weights that are published now (an evaluation pinned to them)."""
         self._holds.append(work)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run was asked to end early."""
+        return self._stopping
+
+    @property
+    def complete(self) -> bool:
+        """Whether every step of the run is trained."""
+        return self.batches_done == self.total_batches
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -186,12 +199,13 @@ class TrainingLoop:
             for identity in left_out:
                 self.ledger.drop(identity, "truncated")
             self.batches_done = step + 1
-            last = step + 1 == self.total_batches
-            if self.version > self.published_version and (self.version % self.config.weights.publish_every == 0 or last):
-                await self._publish()
+            held = 0.0
+            if self.version > self.published_version and (self.version % self.config.weights.publish_every == 0 or self.complete):
+                held = await self._publish()
             self._signal()
             done = time.monotonic()
-            self.observer.step(StepRow(step, report, batch, version_before, got_batch - started, learned - got_batch, done - learned, done - started))
+            times = got_batch - started, learned - got_batch, done - learned - held, done - started
+            self.observer.step(StepRow(step, report, batch, version_before, *times, held_s=held))
 
     async def _next_batch(self, *, advance: bool) -> list[Finished[Any]]:
         """Wait until rule 2 lets a step start; take its batch."""
@@ -218,16 +232,24 @@ class TrainingLoop:
         if not self.version <= report.version <= most:
             raise LearnerFailure(f"the learner reports version {report.version} after step {step}, which started at {self.version} and allows {most}")
 
-    async def _publish(self) -> None:
+    async def _publish(self) -> float:
+        """Give the engines the newest weights. Returns the seconds that an evaluation of the old ones held it up."""
+        started, held = time.monotonic(), 0.0
         if self._holds:
-            await asyncio.gather(*self._holds)
+            await asyncio.wait(self._holds)
+            for work in self._holds:
+                if not work.cancelled():  # given up by whoever asked for it
+                    work.result()
             self._holds.clear()
-        started = time.monotonic()
+            held = time.monotonic() - started
         weights = await self.learner.gather()
         reports = await self.engines.publish(weights, self.version)
         self.published_version = self.version
         self.ledger.published()
-        self.observer.publication(self.version, reports, time.monotonic() - started)
+        self.observer.publication(self.version, reports, time.monotonic() - started - held)
+        if self.after_publication is not None:
+            await self.after_publication(self.version)
+        return held
 
     # ------------------------------------------------------------------ waking up
 

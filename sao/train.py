@@ -10,7 +10,8 @@ from sao.config import Config
 from sao.config_load import environments, to_yaml
 from sao.environment import Task
 from sao.errors import ConfigError, SaoError, SystemFailure
-from sao.evals.heldout import EvalResult, evaluate
+from sao.evals.schedule import Evaluations
+from sao.inference.pool import EnginePool
 from sao.loop import TrainingLoop
 from sao.observer import RunObserver
 from sao.report.html import write_report
@@ -18,6 +19,7 @@ from sao.rewards.preflight import check_rewards
 from sao.runtime.cluster import Cluster
 from sao.runtime.models import check_tokenizer, facts, prepare
 from sao.runtime.plan import check_plan, machine, make_plan
+from sao.runtime.remote import RemoteWorkers
 from sao.runtime.run_folder import RunFolder, choose
 from sao.tasks.source import TaskSource, build_held_out, build_source, check_arguments
 
@@ -68,7 +70,7 @@ async def _run(config: Config, source: TaskSource, held_out: Sequence[Task], mod
         loop = TrainingLoop(config, source, workers, learner, engines, observer)
         observer.attach(loop)
         watcher = asyncio.create_task(cluster.watch(engines, observer.engines))
-        work = asyncio.create_task(_work(config, loop, held_out, folder, observer))
+        work = asyncio.create_task(_work(config, loop, engines, workers, held_out, observer))
         try:
             done, _ = await asyncio.wait({watcher, work}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -84,38 +86,27 @@ async def _run(config: Config, source: TaskSource, held_out: Sequence[Task], mod
         raise SystemFailure(f"the ledger does not close; see ledger.json in {folder.path}")
 
 
-async def _work(config: Config, loop: TrainingLoop, held_out: Sequence[Task], folder: RunFolder, observer: RunObserver) -> None:
+async def _work(
+    config: Config, loop: TrainingLoop, engines: EnginePool, workers: RemoteWorkers, held_out: Sequence[Task], observer: RunObserver
+) -> None:
     async with asyncio.TaskGroup() as group:
-        if config.eval.at_start:
-            loop.hold(group.create_task(_evaluate("before", config, loop, held_out, folder, observer)))
+        evaluations = Evaluations(config, loop, engines, workers, held_out, observer, group)
         observer.phase("training")
+        if config.eval.at_start:
+            await evaluations.begin("before")
+        loop.after_publication = evaluations.published
         await loop.run()
     if config.eval.at_end:
-        await _evaluate("after", config, loop, held_out, folder, observer)
-
-
-async def _evaluate(name: str, config: Config, loop: TrainingLoop, held_out: Sequence[Task], folder: RunFolder, observer: RunObserver) -> None:
-    for temperature in config.eval.temperatures:
-        observer.phase(f"evaluation {name}, {len(held_out)} held-out tasks at temperature {temperature:g}")
-        result: EvalResult = await evaluate(
-            loop.workers,
-            held_out,
-            name=name,
-            version=loop.published_version,
-            temperature=temperature,
-            concurrency=config.engine.max_num_seqs * config.engine.replicas,
-            seed=config.seed,
-        )
-        folder.append_json("eval.jsonl", result.record())
-        observer.evaluation(result)
+        observer.phase(f"evaluation after training, {len(held_out)} held-out tasks")
+        await evaluations.run("after")
 
 
 def _held_out(config: Config) -> list[Task]:
-    if not (config.eval.at_start or config.eval.at_end):
+    if not (config.eval.at_start or config.eval.at_end or config.eval.every):
         return []
     tasks = build_held_out(config, environments(config))
     if not tasks:
-        raise ConfigError("eval.at_start or eval.at_end is on, but there are no held-out tasks; set data.eval_path or turn both off")
+        raise ConfigError("eval.at_start, eval.at_end or eval.every is on, but there are no held-out tasks; set data.eval_path or turn them off")
     return tasks
 
 

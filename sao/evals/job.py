@@ -120,7 +120,7 @@ def _of_run(own: dict[str, str], overrides: Sequence[str]) -> Subject:
     if "env" in own:
         config = _choose_environment(config, own["env"])
     config = overlay(config, overrides)
-    about = {"run": str(run), "checkpoint": name, "overrides": list(overrides)}
+    about: dict[str, Any] = {"run": str(run), "checkpoint": name, "overrides": list(overrides)}
     if (version := saved.version(checkpoint)) is not None:
         about["version"] = version
     return Subject(name, config, str(checkpoint / "policy"), run, about)

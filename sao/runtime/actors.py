@@ -124,6 +124,12 @@ class WorkerActor:
     async def run(self, request: EpisodeRequest) -> tuple[Finished[None] | EpisodeFailure, Trajectory | None]:
         return await self.worker.run(request)
 
+    async def lend(self, engine: str) -> None:
+        await self.worker.pool.lend(engine)
+
+    async def restore(self, engine: str) -> None:
+        await self.worker.pool.restore(engine)
+
     async def close(self) -> None:
         await self.worker.close()
 

@@ -96,6 +96,7 @@ class RemoteWorkers:
     def __init__(self, actors: dict[str, Any], grace_s: float, time_limit_s: float) -> None:
         self.actors = actors
         self.running = dict.fromkeys(actors, 0)
+        self.lent: set[str] = set()  # what a worker that comes later has to be told
         self.timeout_s = time_limit_s + grace_s
 
     async def run(self, request: EpisodeRequest) -> Finished[Any] | EpisodeFailure:
@@ -107,3 +108,18 @@ class RemoteWorkers:
         finally:
             self.running[name] -= 1
         return Finished(outcome.meta, trajectory_ref) if isinstance(outcome, Finished) else outcome
+
+    async def lend(self, engine: str) -> None:
+        """No worker sends a training request to `engine` once this returns; evaluation goes there alone."""
+        self.lent.add(engine)
+        await self._tell("lend", engine)
+
+    async def restore(self, engine: str) -> None:
+        self.lent.discard(engine)
+        await self._tell("restore", engine)
+
+    async def _tell(self, method: str, engine: str) -> None:
+        calls = [call(getattr(actor, method).remote(engine), name, WorkerFailure, self.timeout_s) for name, actor in self.actors.items()]
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, WorkerFailure):  # a worker that died routes nothing any more
+                raise outcome
