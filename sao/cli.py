@@ -19,13 +19,21 @@ OVERRIDES_HELP = "Hydra overrides: group=choice or key=value, for instance exper
 
 
 def _train(args: argparse.Namespace) -> int:
+    from sao import resume
     from sao.config_load import compose
 
     if args.multirun:
         return _sweep(args.overrides)
     from sao.train import train
 
-    return train(compose(args.overrides), args.overrides, started=_process_start())
+    started = _process_start()
+    run, overrides = resume.split(args.overrides)
+    if run is None:
+        return train(compose(overrides), overrides, started=started)
+    config, changes = resume.load(run, overrides)
+    for change in changes:
+        print(f"changed: {change}")
+    return train(config, overrides, started=started, resume=True)
 
 
 def _process_start() -> float:

@@ -28,6 +28,14 @@ class TrainConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    """What survives a crash. `sao train resume=RUN` goes on from the newest complete checkpoint."""
+
+    every: int = 20  # training steps between checkpoints; 0: only when the run ends or is stopped
+    keep: int = 2  # newest checkpoints kept
+
+
+@dataclass
 class AlgoConfig:
     """SAO (arXiv 2607.07508). Comments name the alternatives; defaults are the paper's or ours where it is silent."""
 
@@ -114,6 +122,7 @@ class RolloutConfig:
     overdue: str = "wait"  # wait | drop
     rollouts_per_prompt: int = 1  # SAO uses one
     workers: int = 1  # episode worker actors
+    max_running: int = 0  # most episodes running at once; 0: as many as the staleness rules admit
     retries: int = 1  # fresh attempts after an environment or infrastructure failure
     time_limit_s: float = 60.0  # of one episode
     max_turns: int = 8
@@ -207,6 +216,8 @@ class LauncherConfig:
     ray_address: str = ""  # empty: a Ray of our own on this machine
     num_cpus: float = 0.0  # 0: what the machine has
     object_store_mb: int = 256
+    silence_s: float = 20.0  # an actor that gives no sign of life for so long is ended and replaced
+    restarts: int = 5  # how often in a row an actor may be lost within 20 s of its start before the run gives up
 
 
 @dataclass
@@ -227,6 +238,7 @@ class Config:
     seed: int = 0
     run: RunConfig = field(default_factory=RunConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

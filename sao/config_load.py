@@ -297,19 +297,22 @@ def _check_ranges(config: Config) -> None:
         "engine.start_timeout_s", "engine.request_timeout_s", "engine.canary_tolerance", "weights.publish_every", "rollout.workers", "rollout.time_limit_s",
         "rollout.max_turns", "rollout.max_turn_tokens", "rollout.max_tokens", "rollout.observation_limit", "data.max_prompt_chars", "learner.tokens_per_micro_batch",
         "learner.threads", "learner.timeout_s", "reward.timeout_s", "reward.processes", "eval.tasks", "eval.samples", "algo.eps_high", "algo.alpha", "critic.updates",
-        "warmstart.steps", "warmstart.batch_size", "launcher.object_store_mb",
+        "warmstart.steps", "warmstart.batch_size", "launcher.object_store_mb", "launcher.silence_s", "checkpoint.keep",
     )  # fmt: skip
     for key in positive:
         _refuse(value_of(config, key) <= 0, f"{key}={value_of(config, key)} must be above 0")
     not_negative = (
         "rollout.staleness",
         "rollout.retries",
+        "rollout.max_running",
         "eval.every",
         "critic.critic_only_steps",
         "algo.kl_coef",
         "algo.entropy_coef",
         "algo.whiten_patience",
         "launcher.num_cpus",
+        "launcher.restarts",
+        "checkpoint.every",
     )
     for key in not_negative:
         _refuse(value_of(config, key) < 0, f"{key}={value_of(config, key)} must not be negative")
@@ -457,6 +460,17 @@ def from_yaml(path: Path) -> Config:
         raise ConfigError(f"{path} does not exist; is this a run folder?") from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_one_sentence(error)}") from None
+
+
+def amend(config: Config, overrides: Sequence[str]) -> Config:
+    """A checked copy of `config` with key=value overrides applied; groups cannot be chosen anew."""
+    groups = _groups()
+    for text in overrides:
+        if text.split("=", 1)[0].lstrip("+~") in groups:
+            raise ConfigError(f"{text!r} chooses a whole group, which a run that exists cannot; set single keys")
+    amended = overlay(config, overrides)
+    check(amended)
+    return amended
 
 
 def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:

@@ -28,10 +28,12 @@ class SystemFailure(SaoError):
     """Something broke while running.
 
     `reason` is the short name under which the ledger counts it; `sampled_tokens` are the tokens lost with it (set by the turn loop).
+    `lost`: the actor died or fell silent, so a replacement may do what was asked of it.
     """
 
     reason = "system"
     sampled_tokens: int = 0
+    lost: bool = False
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), self.args, self.__dict__
@@ -53,6 +55,12 @@ class LearnerFailure(SystemFailure):
     """The learner died or produced a non-finite update."""
 
     reason = "learner"
+
+
+class CheckpointFailure(SystemFailure):
+    """A checkpoint could not be written; the run goes on with the one before it."""
+
+    reason = "checkpoint"
 
 
 class WorkerFailure(SystemFailure):

@@ -13,13 +13,17 @@ Plain object, no Ray and no torch; one instance lives in the driver.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from sao.trajectory import EpisodeId, TrajectoryMeta
 
 State = Literal["running", "buffered", "training"]
+
+
+_NUMBERS = ("submitted", "attempts", "trained", "trained_tokens", "sampled_tokens", "unpublished")
+_COUNTERS = ("dropped", "dropped_tokens", "retried", "submitted_by_workload", "trained_by_workload")
 
 
 class LedgerError(RuntimeError):
@@ -95,6 +99,10 @@ class Ledger:
         else:
             self.dropped_tokens[reason] += entry.tokens
 
+    def restart(self, episode_id: EpisodeId, version: int) -> None:
+        """A running attempt begins anew under `version`: its worker, or the whole run, came back from a fault."""
+        self._entry(episode_id, "running").version = version
+
     def take(self, episode_ids: Iterable[EpisodeId]) -> None:
         """Buffered episodes enter a training step."""
         for episode_id in episode_ids:
@@ -168,6 +176,24 @@ class Ledger:
         }
         values |= {f"ledger/dropped/{reason}": count for reason, count in self.dropped.items()}
         return {name: float(value) for name, value in values.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole account, JSON-compatible; `load_state_dict` of it gives an equal ledger."""
+        return {
+            "entries": [asdict(entry) for entry in self.entries.values()],
+            "dropped_by_task": [[reason, task, count] for (reason, task), count in self.dropped_by_task.items()],
+            **{name: getattr(self, name) for name in _NUMBERS},
+            **{name: dict(getattr(self, name)) for name in _COUNTERS},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        entries = [Entry(**{**entry, "episode_id": EpisodeId(*entry["episode_id"])}) for entry in state["entries"]]
+        self.entries = {entry.episode_id.ordinal: entry for entry in entries}
+        self.dropped_by_task = Counter({(reason, task): count for reason, task, count in state["dropped_by_task"]})
+        for name in _NUMBERS:
+            setattr(self, name, state[name])
+        for name in _COUNTERS:
+            setattr(self, name, Counter(state[name]))
 
     def _lose_tokens(self, reason: str, tokens: int) -> None:
         self.sampled_tokens += tokens

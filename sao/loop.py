@@ -3,17 +3,21 @@
 Three things happen at once and none waits for the others beyond the staleness rules: `_dispatch` keeps episodes in flight, `_train` turns
 batches into new weights and publishes them, and finished episodes land in the buffer. The loop knows neither Ray nor vLLM nor torch: workers,
 learner and engines come in through the protocols below, so that the same loop trains for real and runs under a scripted engine in tests.
+
+A resumed run is the same object given a checkpoint's state and the batches that were trained after it: those train again, in the same batches
+and order, before anything new is asked of the engines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sao.config import Config
+from sao.environment import Task
 from sao.errors import EnvironmentFailure, LearnerFailure
 from sao.inference.protocol import EngineSnapshot, PublishReport
 from sao.learner.protocol import StepReport
@@ -35,6 +39,14 @@ class LearnerHandle(Protocol):
 
     async def gather(self) -> Any:
         """A handle on the newest weights and their canary."""
+        ...
+
+
+class Checkpointer(Protocol):
+    """Keeps what a run needs to go on after a crash."""
+
+    async def save(self, state: dict[str, Any], buffered: Sequence[Any]) -> None:
+        """Store the loop's state, the learner's, and the trajectories behind the `buffered` handles, all of the same moment."""
         ...
 
 
@@ -61,6 +73,14 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True)
+class Issued:
+    """An episode that has no trajectory yet; `cursor` is where its source stood before the task was drawn."""
+
+    task: Task
+    cursor: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class StepRow:
     """Everything known about one training step when it has been published."""
 
@@ -77,7 +97,7 @@ class StepRow:
 
 
 class TrainingLoop:
-    """One run. `run()` returns after `total_batches` steps with every submitted prompt settled."""
+    """One run. `run()` returns after `total_batches` steps with every submitted prompt settled, or earlier after `stop()`."""
 
     def __init__(
         self,
@@ -87,6 +107,7 @@ class TrainingLoop:
         learner: LearnerHandle,
         engines: EngineHandle,
         observer: Observer,
+        checkpointer: Checkpointer | None = None,
     ) -> None:
         self.config = config
         self.source = source
@@ -94,6 +115,7 @@ class TrainingLoop:
         self.learner = learner
         self.engines = engines
         self.observer = observer
+        self.checkpointer = checkpointer
         self.ledger = Ledger()
         self.buffer: Buffer[Any] = Buffer(config.rollout.staleness, config.train.batch_size, config.rollout.overdue)
         self.version = 0
@@ -107,12 +129,20 @@ class TrainingLoop:
         self._failures_in_a_row = 0
         self._changed = asyncio.Event()
         self._holds: list[asyncio.Future[Any]] = []
+        self._issued: dict[int, Issued] = {}
+        self._replay: Sequence[Sequence[Finished[Any]]] = ()
+        self._checkpointed = 0
         self._stopping = False
         self.after_publication: Callable[[int], Awaitable[None]] | None = None  # awaited with each published version before training goes on
 
     def hold(self, work: asyncio.Future[Any]) -> None:
         """The next publication waits for `work`, which needs the weights that are published now (an evaluation pinned to them)."""
         self._holds.append(work)
+
+    def stop(self) -> None:
+        """End after the step that is being trained, with a checkpoint."""
+        self._stopping = True
+        self._signal()
 
     @property
     def stopping(self) -> bool:
@@ -125,24 +155,50 @@ class TrainingLoop:
         return self.batches_done == self.total_batches
 
     async def run(self) -> None:
+        if self._replay or self.version:
+            await self._catch_up()
         async with asyncio.TaskGroup() as group:
-            dispatcher = group.create_task(self._dispatch(group), name="dispatcher")
+            episodes = [group.create_task(self._episode(self._reissue(ordinal))) for ordinal in sorted(self._issued)]
+            dispatcher = group.create_task(self._dispatch(group, episodes), name="dispatcher")
             await self._train()
             dispatcher.cancel()
+            if self._stopping:
+                for episode in episodes:
+                    episode.cancel()
+        if self.batches_done > self._checkpointed:
+            await self._checkpoint()
 
     # ------------------------------------------------------------------ episodes
 
-    async def _dispatch(self, group: asyncio.TaskGroup) -> None:
+    async def _dispatch(self, group: asyncio.TaskGroup, episodes: list[asyncio.Task[None]]) -> None:
         """Start episodes while rule 1 allows and the run still needs them."""
-        config = self.config
         while True:
-            while self._needed() and may_admit(self.ledger.outstanding, staleness=config.rollout.staleness, batch_size=config.train.batch_size):
-                task = self.source.next()
-                episode_id = EpisodeId(self._next_ordinal)
-                self._next_ordinal += 1
-                self.ledger.submit(episode_id, task.task_id, task.environment, task.workload, self.published_version)
-                group.create_task(self._episode(EpisodeRequest(episode_id, task, self.published_version)), name=f"episode {episode_id}")
+            while self._needed() and self._may_start():
+                request = self._submit()
+                episodes.append(group.create_task(self._episode(request), name=f"episode {request.episode_id}"))
+            episodes[:] = [episode for episode in episodes if not episode.done()]
             await self._wait_for_change()
+
+    def _may_start(self) -> bool:
+        rollout = self.config.rollout
+        if rollout.max_running and self.ledger.count("running") >= rollout.max_running:
+            return False
+        return may_admit(self.ledger.outstanding, staleness=rollout.staleness, batch_size=self.config.train.batch_size)
+
+    def _submit(self) -> EpisodeRequest:
+        """Draw the next task and enter its episode in the ledger."""
+        cursor, task = self.source.state_dict(), self.source.next()
+        episode_id = EpisodeId(self._next_ordinal)
+        self._next_ordinal += 1
+        self.ledger.submit(episode_id, task.task_id, task.environment, task.workload, self.published_version)
+        self._issued[episode_id.ordinal] = Issued(task, cursor)
+        return EpisodeRequest(episode_id, task, self.published_version)
+
+    def _reissue(self, ordinal: int) -> EpisodeRequest:
+        """An episode that was running when the run stopped begins anew under the weights of now."""
+        episode_id = self.ledger.entries[ordinal].episode_id
+        self.ledger.restart(episode_id, self.published_version)
+        return EpisodeRequest(episode_id, self._issued[ordinal].task, self.published_version)
 
     def _needed(self) -> bool:
         """Whether the steps that remain cannot be filled from what is already in flight."""
@@ -161,6 +217,7 @@ class TrainingLoop:
             self._count_failure(outcome)
             if not retried:
                 self.ledger.drop(request.episode_id, outcome.reason, outcome.tokens)
+                del self._issued[request.episode_id.ordinal]
                 self._signal()
                 return
             episode_id = self.ledger.retry(request.episode_id, outcome.reason, outcome.tokens, self.published_version)
@@ -168,6 +225,7 @@ class TrainingLoop:
 
     def _accept(self, finished: Finished[Any]) -> None:
         self.ledger.finish(finished.meta)
+        del self._issued[finished.meta.episode_id.ordinal]
         if finished.meta.action_tokens == 0:
             self.ledger.drop(finished.meta.episode_id, finished.meta.finish.detail or "no_action")
         else:
@@ -183,22 +241,15 @@ class TrainingLoop:
     # ------------------------------------------------------------------ training
 
     async def _train(self) -> None:
-        for step in range(self.total_batches):
-            started = time.monotonic()
+        while not self.complete and not self._stopping:
+            step, started = self.batches_done, time.monotonic()
             batch = await self._next_batch(advance=step >= self.actor_from)
+            if batch is None:
+                return
             got_batch = time.monotonic()
             version_before = self.version
-            ids = [item.meta.episode_id for item in batch]
-            self.ledger.take(ids)
-            report = await self.learner.step([item.handle for item in batch], step)
+            report = await self._learn(batch, step)
             learned = time.monotonic()
-            self._check_version(report, step)
-            self.version = report.version
-            left_out = self._left_out(batch)
-            self.ledger.settle([identity for identity in ids if identity not in left_out], awaits_publication=self.version > version_before)
-            for identity in left_out:
-                self.ledger.drop(identity, "truncated")
-            self.batches_done = step + 1
             held = 0.0
             if self.version > self.published_version and (self.version % self.config.weights.publish_every == 0 or self.complete):
                 held = await self._publish()
@@ -206,10 +257,27 @@ class TrainingLoop:
             done = time.monotonic()
             times = got_batch - started, learned - got_batch, done - learned - held, done - started
             self.observer.step(StepRow(step, report, batch, version_before, *times, held_s=held))
+            if self.batches_done - self._checkpointed >= self.config.checkpoint.every > 0:
+                await self._checkpoint()
 
-    async def _next_batch(self, *, advance: bool) -> list[Finished[Any]]:
-        """Wait until rule 2 lets a step start; take its batch."""
-        while True:
+    async def _learn(self, batch: Sequence[Finished[Any]], step: int) -> StepReport:
+        """One training step on a batch, from buffered to trained."""
+        version_before = self.version
+        ids = [item.meta.episode_id for item in batch]
+        self.ledger.take(ids)
+        report = await self.learner.step([item.handle for item in batch], step)
+        self._check_version(report, step)
+        self.version = report.version
+        left_out = self._left_out(batch)
+        self.ledger.settle([identity for identity in ids if identity not in left_out], awaits_publication=self.version > version_before)
+        for identity in left_out:
+            self.ledger.drop(identity, "truncated")
+        self.batches_done = step + 1
+        return report
+
+    async def _next_batch(self, *, advance: bool) -> list[Finished[Any]] | None:
+        """Wait until rule 2 lets a step start; take its batch. None when the run is to stop."""
+        while not self._stopping:
             for late in self.buffer.pop_overdue(self.version):
                 self.ledger.drop(late.meta.episode_id, "overdue")
                 self._signal()
@@ -219,6 +287,7 @@ class TrainingLoop:
                 self.max_staleness = max(self.max_staleness, staleness)
                 return batch
             await self._wait_for_change()
+        return None
 
     def _left_out(self, batch: Sequence[Finished[Any]]) -> set[EpisodeId]:
         """Episodes of a batch that algo.truncation=drop keeps from every loss."""
@@ -236,10 +305,7 @@ class TrainingLoop:
         """Give the engines the newest weights. Returns the seconds that an evaluation of the old ones held it up."""
         started, held = time.monotonic(), 0.0
         if self._holds:
-            await asyncio.wait(self._holds)
-            for work in self._holds:
-                if not work.cancelled():  # given up by whoever asked for it
-                    work.result()
+            await asyncio.gather(*self._holds, return_exceptions=True)  # whoever started them hears of their failures
             self._holds.clear()
             held = time.monotonic() - started
         weights = await self.learner.gather()
@@ -250,6 +316,67 @@ class TrainingLoop:
         if self.after_publication is not None:
             await self.after_publication(self.version)
         return held
+
+    # ------------------------------------------------------------------ going on after a crash
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the driver knows between two steps, JSON-compatible. Weights and trajectories are the learner's and the buffer's."""
+        return {
+            "version": self.version,
+            "batches_done": self.batches_done,
+            "max_staleness": self.max_staleness,
+            "next_ordinal": self._next_ordinal,
+            "ledger": self.ledger.state_dict(),
+            "source": self.source.state_dict(),
+            "issued": {str(ordinal): issued.cursor for ordinal, issued in self._issued.items()},
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], buffered: Sequence[Finished[Any]] = (), replay: Sequence[Sequence[Finished[Any]]] = ()
+    ) -> None:
+        """Go back to a checkpoint. `buffered`: its waiting trajectories; `replay`: the batches trained after it, in order."""
+        self.version = state["version"]
+        self.batches_done = self._checkpointed = state["batches_done"]
+        self.max_staleness = state["max_staleness"]
+        self._next_ordinal = state["next_ordinal"]
+        self.ledger.load_state_dict(state["ledger"])
+        for ordinal, cursor in state["issued"].items():
+            self.source.load_state_dict(cursor)
+            self._issued[int(ordinal)] = Issued(self.source.next(), cursor)
+        self.source.load_state_dict(state["source"])
+        self.buffer.items = list(buffered)
+        self._replay = replay
+
+    async def _catch_up(self) -> None:
+        """Train the replayed batches again, then give the engines the weights."""
+        for batch in self._replay:
+            step, version, started = self.batches_done, self.version, time.monotonic()
+            self._readmit(batch)
+            report = await self._learn(batch, step)
+            seconds = time.monotonic() - started
+            self.observer.step(StepRow(step, report, batch, version, 0.0, seconds, 0.0, seconds))
+        await self._publish()
+
+    def _readmit(self, batch: Sequence[Finished[Any]]) -> None:
+        """Bring the episodes of a replayed batch to where a step finds them, those included that were submitted after the checkpoint."""
+        newest = max(item.meta.episode_id.ordinal for item in batch)
+        while self._next_ordinal <= newest:
+            self._submit()
+        for item in batch:
+            ordinal, attempt = item.meta.episode_id
+            entry = self.ledger.entries[ordinal]
+            while entry.episode_id.attempt < attempt:
+                self.ledger.retry(entry.episode_id, "replayed", 0, self.published_version)
+            if entry.state == "running":
+                self.ledger.finish(item.meta)
+                del self._issued[ordinal]
+        replayed = {item.meta.episode_id for item in batch}
+        self.buffer.items = [item for item in self.buffer.items if item.meta.episode_id not in replayed]
+
+    async def _checkpoint(self) -> None:
+        if self.checkpointer is not None:
+            await self.checkpointer.save(self.state_dict(), [item.handle for item in self.buffer.items])
+            self._checkpointed = self.batches_done
 
     # ------------------------------------------------------------------ waking up
 

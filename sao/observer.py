@@ -85,6 +85,8 @@ class RunObserver:
 
     def publication(self, version: int, reports: Sequence[PublishReport], seconds: float) -> None:
         self._publications += 1
+        if not reports:  # every engine was being replaced; the one that joined was given these weights then
+            return
         slowest = max(reports, key=lambda report: report.pause_s + report.transfer_s + report.resume_s)
         values = {
             "publish/seconds": seconds,
@@ -102,6 +104,11 @@ class RunObserver:
             self.log.info("first actor update acknowledged %.1f s after the command started", self._first_update)
         self.metrics.log("publish", version, values)
         self.progress.update(publications=self._publications, canary_gap=values["publish/canary_gap"])
+
+    def event(self, text: str) -> None:
+        """A fault and its mending, or a checkpoint that failed."""
+        self.log.warning(text)
+        self.progress.log(text)
 
     def failure(self, failure: EpisodeFailure, retried: bool) -> None:
         what = "retried" if retried else "dropped"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from sao.config import Config
 from sao.config_load import environments, to_yaml
@@ -16,18 +19,22 @@ from sao.loop import TrainingLoop
 from sao.observer import RunObserver
 from sao.report.html import write_report
 from sao.rewards.preflight import check_rewards
+from sao.runtime import sweeper
 from sao.runtime.cluster import Cluster
 from sao.runtime.models import check_tokenizer, facts, prepare
 from sao.runtime.plan import check_plan, machine, make_plan
-from sao.runtime.remote import RemoteWorkers
+from sao.runtime.remote import RemoteLearner, RemoteWorkers
 from sao.runtime.run_folder import RunFolder, choose
+from sao.runtime.run_store import RunCheckpointer, RunStore
 from sao.tasks.source import TaskSource, build_held_out, build_source, check_arguments
 
+INTERRUPTED = 130
 
-def train(config: Config, overrides: Sequence[str] = (), *, started: float | None = None) -> int:
+
+def train(config: Config, overrides: Sequence[str] = (), *, started: float | None = None, resume: bool = False) -> int:
     """Run to the end. Returns the process's exit code; mistakes and failures are raised as typed errors.
 
-    started: time.monotonic() from which `perf/first_update_s` counts; now, when it is not given.
+    started: time.monotonic() from which `perf/first_update_s` counts; now, when it is not given. resume: go on with the run in `run.dir`.
     """
     started = time.monotonic() if started is None else started
     env_configs = environments(config)
@@ -47,58 +54,116 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
         print(plan.text())
         print("dry run: everything checks out; nothing was started")
         return 0
-    with RunFolder(choose(config)) as folder:
+    with RunFolder(choose(config), resume=resume) as folder:
         folder.write_text("config.yaml", to_yaml(config))
         folder.write_text("plan.txt", plan.text() + "\n")
-        folder.write_json("command.json", {"verb": "train", "overrides": list(overrides), "model": model_path})
+        folder.write_json("command.json", {"verb": "train", "overrides": list(overrides), "model": model_path, "incarnation": folder.incarnation})
+        sweeper.start()
         observer = RunObserver(folder, config, started)
+        job = Job(config, source, held_out, model_path, folder, observer)
         try:
-            asyncio.run(_run(config, source, held_out, model_path, folder, observer))
+            asyncio.run(job.run())
         except BaseExceptionGroup as group:
             raise _first(group) from group
         finally:
             observer.close()
             if config.logger.report:
                 print(f"report: {write_report(folder.path)}")
-    return 0
+    return INTERRUPTED if job.stopped else 0
 
 
-async def _run(config: Config, source: TaskSource, held_out: Sequence[Task], model_path: str, folder: RunFolder, observer: RunObserver) -> None:
-    observer.phase("starting Ray, engines, learner and workers")
-    async with Cluster(config, environments(config), model_path, folder.path) as cluster:
-        engines, learner, workers = cluster.engines(), cluster.learner(), cluster.workers()
-        loop = TrainingLoop(config, source, workers, learner, engines, observer)
-        observer.attach(loop)
-        watcher = asyncio.create_task(cluster.watch(engines, observer.engines))
-        work = asyncio.create_task(_work(config, loop, engines, workers, held_out, observer))
-        try:
-            done, _ = await asyncio.wait({watcher, work}, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in (watcher, work):
-                task.cancel()
-            await asyncio.gather(watcher, work, return_exceptions=True)
-            folder.write_json("ledger.json", loop.ledger.audit())
-        observer.phase("writing the final checkpoint")
-        await learner.export(str(folder.path / "checkpoints" / "final"))
-    if not loop.ledger.audit()["closes"]:
-        raise SystemFailure(f"the ledger does not close; see ledger.json in {folder.path}")
+class Job:
+    """One sitting of a run: its actors, its loop, its evaluations."""
+
+    def __init__(
+        self, config: Config, source: TaskSource, held_out: Sequence[Task], model_path: str, folder: RunFolder, observer: RunObserver
+    ) -> None:
+        self.config, self.source, self.held_out = config, source, held_out
+        self.model_path, self.folder, self.observer = model_path, folder, observer
+        self.store = RunStore(folder.path, config.checkpoint.keep, keep_all=config.logger.trajectories == "all")
+        self.stopped = False
+        self.evaluations: Evaluations | None = None
+
+    async def run(self) -> None:
+        config, folder, observer = self.config, self.folder, self.observer
+        observer.phase("starting Ray, engines, learner and workers")
+        cluster = Cluster(config, environments(config), self.model_path, folder.path, incarnation=folder.incarnation, on_event=observer.event)
+        async with cluster:
+            engines, learner, workers = cluster.engines(), cluster.learner(self.store), cluster.workers()
+            loop = TrainingLoop(config, self.source, workers, learner, engines, observer, RunCheckpointer(self.store, learner, observer.event))
+            observer.attach(loop)
+            if folder.incarnation:
+                await self._go_back(loop, learner)
+            with _stop_on_signals(self._stop, loop):
+                watcher = asyncio.create_task(cluster.watch(observer.engines))
+                work = asyncio.create_task(self._work(loop, engines, workers))
+                try:
+                    done, _ = await asyncio.wait({watcher, work}, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
+                finally:
+                    for task in (watcher, work):
+                        task.cancel()
+                    await asyncio.gather(watcher, work, return_exceptions=True)
+                    folder.write_json("ledger.json", loop.ledger.audit())
+            if loop.complete:
+                observer.phase("writing the final checkpoint")
+                await learner.export(str(folder.path / "checkpoints" / "final"))
+        if not loop.ledger.audit()["closes"]:
+            raise SystemFailure(f"the ledger does not close; see ledger.json in {folder.path}")
+
+    async def _go_back(self, loop: TrainingLoop, learner: RemoteLearner) -> None:
+        """Bring learner and loop to the newest checkpoint, with the batches trained after it still to be trained again."""
+        checkpoint = self.store.checkpoint()
+        state, buffered = loop.state_dict(), []
+        if checkpoint is not None:
+            state, buffered = checkpoint.state(), self.store.buffered(checkpoint)
+            await learner.restore(str(checkpoint.path), checkpoint.step)
+        replay = self.store.later_batches(state["batches_done"])
+        loop.load_state_dict(state, buffered, replay)
+        text = f"going on from the checkpoint of step {checkpoint.step}" if checkpoint else "going on from the start"
+        self.observer.phase(f"{text}, {len(replay)} later batches are trained again")
+
+    def _stop(self, loop: TrainingLoop) -> None:
+        self.observer.phase("stopping after this step; once more ends at once")
+        self.stopped = True
+        loop.stop()
+        if self.evaluations is not None:
+            self.evaluations.stop()
+
+    async def _work(self, loop: TrainingLoop, engines: EnginePool, workers: RemoteWorkers) -> None:
+        config = self.config
+        async with asyncio.TaskGroup() as group:
+            self.evaluations = Evaluations(config, loop, engines, workers, self.held_out, self.observer, group)
+            self.observer.phase("training")
+            if config.eval.at_start and not self.folder.incarnation:
+                await self.evaluations.begin("before")
+            loop.after_publication = self.evaluations.published
+            await loop.run()
+            if config.eval.at_end and loop.complete and not self.stopped:
+                await self.evaluations.finish("after")
 
 
-async def _work(
-    config: Config, loop: TrainingLoop, engines: EnginePool, workers: RemoteWorkers, held_out: Sequence[Task], observer: RunObserver
-) -> None:
-    async with asyncio.TaskGroup() as group:
-        evaluations = Evaluations(config, loop, engines, workers, held_out, observer, group)
-        observer.phase("training")
-        if config.eval.at_start:
-            await evaluations.begin("before")
-        loop.after_publication = evaluations.published
-        await loop.run()
-    if config.eval.at_end:
-        observer.phase(f"evaluation after training, {len(held_out)} held-out tasks")
-        await evaluations.run("after")
+@contextlib.contextmanager
+def _stop_on_signals(stop: Callable[[TrainingLoop], None], loop: TrainingLoop) -> Iterator[None]:
+    """The first SIGINT or SIGTERM asks for a clean stop, the second ends the process."""
+    running = asyncio.get_running_loop()
+    asked = False
+
+    def on_signal() -> None:
+        nonlocal asked
+        if asked:
+            os._exit(INTERRUPTED)
+        asked = True
+        stop(loop)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        running.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            running.remove_signal_handler(number)
 
 
 def _held_out(config: Config) -> list[Task]:

@@ -19,7 +19,7 @@ from sao.errors import ConfigError, SystemFailure, UserError
 from sao.evals.heldout import EvalResult, evaluate
 from sao.rewards.preflight import check_rewards
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest, EpisodeRunner
-from sao.runtime import saved
+from sao.runtime import saved, sweeper
 from sao.runtime.cluster import Cluster
 from sao.runtime.models import check_tokenizer, facts, prepare
 from sao.runtime.plan import check_plan, machine, make_plan
@@ -72,7 +72,11 @@ def evaluate_command(arguments: Sequence[str]) -> int:
     config = job.config
     print(f"evaluating {job.name}: {len(job.tasks)} problems, {job.samples} samples each, temperature {job.temperature:g}")
     print(f"starting {config.engine.replicas} engine(s) and {config.rollout.workers} worker(s)", flush=True)
-    result = asyncio.run(_run(job, target))
+    sweeper.start()
+    try:
+        result = asyncio.run(_run(job, target))
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from group
     record = result_record(job, result)
     path = target.with_name(f"{target.name}.json")
     write_atomically(path, json.dumps(record, indent=1) + "\n")
@@ -196,7 +200,8 @@ async def _run(job: Job, logs: Path) -> EvalResult:
     """The engines of a checkpoint start with its weights, under version 0 of their own count, and nothing publishes to them."""
     config = job.config
     async with Cluster(config, environments(config), job.model_path, logs, learner=False) as cluster:
-        watcher = asyncio.create_task(cluster.watch(cluster.engines(), lambda snapshots: None))
+        cluster.engines()
+        watcher = asyncio.create_task(cluster.watch(lambda snapshots: None))
         work = asyncio.create_task(
             evaluate(
                 _Counting(cluster.workers(), len(job.tasks) * job.samples),

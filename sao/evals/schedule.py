@@ -46,7 +46,7 @@ class Reporter(Protocol):
 
 
 class Evaluations:
-    """One per run. `begin` starts one beside training, `published` begins those that `eval.every` asks for, `run` waits for the result.
+    """One per run. `begin` starts one beside training, `published` begins those that `eval.every` asks for, `finish` is for when training has ended.
 
     group: the tasks of the run; an error of an evaluation that is not its own business ends them.
     """
@@ -69,7 +69,7 @@ class Evaluations:
         self.reporter = reporter
         self.group = group
         self.running: asyncio.Task[None] | None = None
-        self._seen = loop.published_version
+        self._seen = loop.version  # of a resumed run, what it goes on from was evaluated when it was published
 
     async def begin(self, name: str) -> None:
         """Start an evaluation of the published weights beside training; on return nothing can change them under it."""
@@ -85,23 +85,30 @@ class Evaluations:
             self.reporter.evaluation_missed(name, version, "no engine can be spared, only one is alive")
             return
         engine = self.engines.live[-1]
-        await self.workers.lend(engine)
         await self.engines.lend(engine)
+        await self.workers.lend(engine)
         self.running = self.group.create_task(self._beside(name, version, engine))
 
     async def published(self, version: int) -> None:
         """The loop's after_publication: begin an evaluation when a multiple of eval.every has been reached since the last publication."""
         every, before = self.config.eval.every, self._seen
         self._seen = version
-        if not every or version // every == before // every or self.loop.stopping:
+        if every == 0 or version // every == before // every or self.loop.stopping:
             return
         if self.loop.complete and self.config.eval.at_end:
             return  # the evaluation after training is of the same weights
         await self.begin("during")
 
-    async def run(self, name: str, *, version: int | None = None, engines: int | None = None) -> None:
-        """Evaluate at every temperature and report. `engines`: how many serve it."""
-        version = self.loop.published_version if version is None else version
+    async def finish(self, name: str) -> None:
+        """Evaluate the published weights in all engines, once what still runs has ended."""
+        if self.running is not None:
+            await asyncio.wait({self.running})
+        self.reporter.phase(f"evaluation {name} training, {len(self.held_out)} held-out tasks")
+        self.running = self.group.create_task(self._run(name, self.loop.published_version, self.config.engine.replicas))
+        await asyncio.wait({self.running})
+
+    async def _run(self, name: str, version: int, engines: int) -> None:
+        """Evaluate at every temperature in so many engines, and report."""
         for temperature in self.config.eval.temperatures:
             result = await evaluate(
                 self.loop.workers,
@@ -109,7 +116,7 @@ class Evaluations:
                 name=name,
                 version=version,
                 temperature=temperature,
-                concurrency=self.config.engine.max_num_seqs * (engines or self.config.engine.replicas),
+                concurrency=self.config.engine.max_num_seqs * engines,
                 seed=self.config.seed,
                 samples_per_task=self.config.eval.samples if temperature > 0 else 1,
             )
@@ -124,7 +131,7 @@ class Evaluations:
         """An evaluation while training goes on. That all of its episodes failed is reported and ends nothing, unless it is the first."""
         self.reporter.phase(f"training; evaluation {name} of version {version}, {len(self.held_out)} held-out tasks")
         try:
-            await self.run(name, version=version, engines=1 if engine else None)
+            await self._run(name, version, self.config.engine.replicas if engine is None else 1)
         except SystemFailure as failure:
             if name == "before":
                 raise

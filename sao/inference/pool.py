@@ -4,7 +4,7 @@ Plain asyncio; it knows neither Ray nor vLLM. An engine is reached through an `E
 handle turns the death of its actor into an EngineFailure). Invariants:
 
 - a turn never gets more tokens than its budget, over however many calls and engines it is spread;
-- an engine in the pool has the pool's version, or is in the middle of the publication that brings it;
+- an engine in the pool that is not lent has the pool's version, or is in the middle of the publication that brings it;
 - one writer (publication, join, drain, wake, lend, restore) at a time;
 - a lent engine keeps the weights it was lent with, serves evaluation and nothing else, and publications pass it by.
 """
@@ -295,7 +295,7 @@ class EnginePool:
         self.counters.lost_requests += 1
         self.counters.lost_tokens += tokens
         self._on_event(PoolEvent("lost", member.handle.name, str(failure), call.request_id, tokens))
-        self.remove(member.handle.name, str(failure))
+        self._expel(member, failure)
 
     # -- membership -------------------------------------------------------------------------------------------------------------------
 
@@ -306,6 +306,22 @@ class EnginePool:
         self.counters.left += 1
         self._router.forget(name)
         self._on_event(PoolEvent("left", name, reason))
+
+    def _expel(self, member: _Member, failure: BaseException) -> None:
+        """Take out this very engine; by the time its failure is known, a replacement may bear its name."""
+        if self._members.get(member.handle.name) is member:
+            self.remove(member.handle.name, str(failure))
+
+    @property
+    def lent(self) -> tuple[str, ...]:
+        """Engines that are lent."""
+        return tuple(name for name, member in self._members.items() if member.lent)
+
+    def admit(self, handle: EngineHandle, *, lent: bool = False) -> None:
+        """Take in an engine that somebody else has brought up to date (or lent), in the place of an earlier one of its name."""
+        self._members[handle.name] = _Member(handle, lent=lent)
+        self._router.forget(handle.name)
+        self._arrival.set()
 
     async def join(self, handle: EngineHandle) -> None:
         """Bring an engine in. It is given the current weights first when it has others; PublishFailure when that is not possible."""
@@ -356,7 +372,7 @@ class EnginePool:
                 try:
                     await self._bounded_publish(member.handle, bundle, self.version, canary)
                 except SystemFailure as failure:
-                    self.remove(name, str(failure))
+                    self._expel(member, failure)
                     return
             member.lent = False
             self._router.forget(name)
@@ -365,9 +381,10 @@ class EnginePool:
     # -- weights ----------------------------------------------------------------------------------------------------------------------
 
     async def publish(self, bundle: Any, version: int, canary: Canary | None = None, gather_s: float = 0.0) -> list[PublishReport]:
-        """Push to every live engine that is not lent at once; complete when each acknowledged. One that fails leaves the pool; PublishFailure when none is left.
+        """Push to every live engine that is not lent at once; complete when each acknowledged. One that fails leaves the pool.
 
-        The weights are kept until the next publication, for engines that join.
+        The weights are kept until the next publication, for engines that join. With no engine left the publication is complete when one has joined
+        with them; PublishFailure when none does within `wait_s`.
         """
         async with self._writer:
             if version < self.version:
@@ -380,14 +397,21 @@ class EnginePool:
             reports = []
             for member, result in zip(members, results, strict=True):
                 if isinstance(result, SystemFailure):
-                    self.remove(member.handle.name, str(result))
+                    self._expel(member, result)
                 elif isinstance(result, BaseException):
                     raise result
                 else:
                     reports.append(replace(result, gather_s=gather_s))
-            if members and not reports:
-                raise PublishFailure(f"version {version} reached no engine; the last failure: {results[-1]}")
-            return reports
+            if not reports:
+                self._arrival.clear()
+        if not reports:
+            try:
+                await asyncio.wait_for(self._arrival.wait(), self._wait_s)
+            except TimeoutError as error:
+                raise PublishFailure(
+                    f"version {version} reached no engine within {self._wait_s:g} seconds; the last failure: {results[-1:]}"
+                ) from error
+        return reports
 
     async def _bounded_publish(self, handle: EngineHandle, bundle: Any, version: int, canary: Canary | None) -> PublishReport:
         try:
@@ -395,17 +419,14 @@ class EnginePool:
         except TimeoutError as error:
             raise PublishFailure(f"engine {handle.name} did not acknowledge version {version} within {self._publish_timeout_s:g} seconds") from error
 
-    async def roll_back(self, incarnation: int, bundle: Any, version: int, canary: Canary | None = None) -> list[PublishReport]:
-        """The learner went back to a checkpoint: versions repeat, and every engine takes `version` under a new incarnation."""
+    async def begin_incarnation(self, incarnation: int) -> None:
+        """The learner went back to a checkpoint and caught up: from now on cache salts carry the new incarnation."""
         async with self._writer:
             for member in list(self._members.values()):
-                member.lent = False
                 try:
                     await member.handle.begin_incarnation(incarnation)
                 except SystemFailure as failure:
-                    self.remove(member.handle.name, str(failure))
-            self.version, self._current = version, None
-        return await self.publish(bundle, version, canary)
+                    self._expel(member, failure)
 
     async def snapshots(self) -> list[EngineSnapshot]:
         """Of the engines that answer; one that cannot leaves the pool."""
@@ -414,7 +435,7 @@ class EnginePool:
         answered = []
         for member, result in zip(members, results, strict=True):
             if isinstance(result, SystemFailure):
-                self.remove(member.handle.name, str(result))
+                self._expel(member, result)
             elif isinstance(result, BaseException):
                 raise result
             else:

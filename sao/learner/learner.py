@@ -23,7 +23,7 @@ from sao.algorithms.advantages import whiten
 from sao.algorithms.off_policy import ratio_metrics
 from sao.algorithms.value_loss import explained_variance, masked_variance
 from sao.config import Config
-from sao.errors import ConfigError
+from sao.errors import ConfigError, UserError
 from sao.inference.protocol import Canary
 from sao.learner import protocol
 from sao.learner.batching import Batch, Packed, make_batch, pack, plan, shuffled
@@ -40,6 +40,7 @@ from sao.weights.bundle import WeightBundle
 from sao.weights.torch_bundle import pack as pack_weights
 
 CANARY_TOKENS = 24
+STATE_FILE = "learner.pt"
 
 
 class TorchLearner:
@@ -241,25 +242,41 @@ class TorchLearner:
             return
         tokenizer.save_pretrained(root / "policy")
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed learner needs: both models, both optimisers, version and whitening state. Tensors are references, not copies."""
-        return {
-            "version": self.version,
-            "explained_in_a_row": self._explained_in_a_row,
-            "policy": self.policy.model.state_dict(),
-            "critic": self.critic.model.state_dict(),
-            "policy_optimizer": self.policy.gradients.state_dict(),
-            "critic_optimizer": self.critic.gradients.state_dict(),
-        }
+    def save(self, directory: str) -> None:
+        """Write a checkpoint's learner part under `directory`: policy/ and critic/ as `export` does, and learner.pt with both optimisers and the counters."""
+        self.export(directory)
+        torch.save(
+            {
+                "version": self.version,
+                "explained_in_a_row": self._explained_in_a_row,
+                "policy_optimizer": self.policy.gradients.state_dict(),
+                "critic_optimizer": self.critic.gradients.state_dict(),
+            },
+            Path(directory) / STATE_FILE,
+        )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The reverse of `state_dict`; the ring of earlier policies starts again at this version."""
+    def restore(self, directory: str) -> None:
+        """The reverse of `save`, bit for bit; the ring of earlier policies starts again at this version.
+
+        Raises UserError when the checkpoint is of another model.
+        """
+        root = Path(directory)
+        state = torch.load(root / STATE_FILE, map_location=self.device, weights_only=True)
+        model = self.config.model
+        loading: dict[str, Any] = {
+            "dtype": model.dtype,
+            "attention_name": self.config.learner.attention,
+            "trust_remote_code": model.trust_remote_code,
+        }
+        try:
+            self.policy.model.load_state_dict(load_policy(str(root / "policy"), **loading).state_dict())
+            self.critic.model.load_state_dict(load_critic("", str(root / "critic"), head_init="zero", **loading).state_dict())
+            self.policy.gradients.load_state_dict(state["policy_optimizer"])
+            self.critic.gradients.load_state_dict(state["critic_optimizer"])
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"checkpoint {root.name} is of another model than {self.model_path}: {str(error).splitlines()[0]}") from error
         self.version = state["version"]
         self._explained_in_a_row = state["explained_in_a_row"]
-        self.policy.model.load_state_dict(state["policy"])
-        self.critic.model.load_state_dict(state["critic"])
-        self.policy.gradients.load_state_dict(state["policy_optimizer"])
-        self.critic.gradients.load_state_dict(state["critic_optimizer"])
         if self._ring:
             self._ring.push(self.version, self.policy.model)
 

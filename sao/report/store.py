@@ -105,36 +105,40 @@ class TrajectoryWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, trajectories: Sequence[Trajectory], records: Sequence[SegmentRecord], step_version: int) -> Path:
-        """Write one step's file. `step_version` is the learner's version when the step started.
+        """Write one step's file. `step_version` is the learner's version when the step started."""
+        return write_file(step_path(self.folder.parent, step), step, trajectories, records, step_version)
 
-        A record is found by its episode id and segment index. Raises ValueError for a record of an episode that is not in the batch, or of
-        another length than its segment.
-        """
-        by_segment = {(record.episode_id, record.segment): record for record in records}
-        rows: list[dict[str, Any]] = []
-        segments: list[Segment | None] = []
-        matched: list[SegmentRecord | None] = []
-        for trajectory in trajectories:
-            episode = _episode_columns(trajectory, step, step_version)
-            parts: list[tuple[int, Segment | None]] = list(enumerate(trajectory.segments)) or [(-1, None)]
-            for index, segment in parts:
-                record = by_segment.pop((trajectory.episode_id, index), None)
-                if record is not None and segment is not None and len(record.mask_reason) != len(segment):
-                    raise ValueError(f"record of episode {trajectory.episode_id} has {len(record.mask_reason)} tokens, its segment {len(segment)}")
-                rows.append({**episode, **_segment_columns(index, segment)})
-                segments.append(segment)
-                matched.append(record)
-        if by_segment:
-            raise ValueError(f"a record belongs to episode {next(iter(by_segment))[0]}, which is not in the batch of step {step}")
 
-        columns = [column([row[name] for row in rows], kind) for name, kind in {**_SCALARS, **_LISTS}.items()]
-        columns += [list_column([None if s is None else getattr(s, name) for s in segments], kind) for name, kind in TOKEN_COLUMNS.items()]
-        columns += [list_column([None if r is None else getattr(r, name) for r in matched], kind) for name, kind in RECORD_COLUMNS.items()]
-        path = step_path(self.folder.parent, step)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        pq.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), partial, compression="zstd")
-        os.replace(partial, path)
-        return path
+def write_file(path: Path, step: int, trajectories: Sequence[Trajectory], records: Sequence[SegmentRecord] = (), step_version: int = 0) -> Path:
+    """Write trajectories as one file, which appears whole or not at all.
+
+    A record is found by its episode id and segment index. Raises ValueError for a record of an episode that is not among the trajectories, or of
+    another length than its segment; OSError when the disk does.
+    """
+    by_segment = {(record.episode_id, record.segment): record for record in records}
+    rows: list[dict[str, Any]] = []
+    segments: list[Segment | None] = []
+    matched: list[SegmentRecord | None] = []
+    for trajectory in trajectories:
+        episode = _episode_columns(trajectory, step, step_version)
+        parts: list[tuple[int, Segment | None]] = list(enumerate(trajectory.segments)) or [(-1, None)]
+        for index, segment in parts:
+            record = by_segment.pop((trajectory.episode_id, index), None)
+            if record is not None and segment is not None and len(record.mask_reason) != len(segment):
+                raise ValueError(f"record of episode {trajectory.episode_id} has {len(record.mask_reason)} tokens, its segment {len(segment)}")
+            rows.append({**episode, **_segment_columns(index, segment)})
+            segments.append(segment)
+            matched.append(record)
+    if by_segment:
+        raise ValueError(f"a record belongs to episode {next(iter(by_segment))[0]}, which is not in the batch of step {step}")
+
+    columns = [column([row[name] for row in rows], kind) for name, kind in {**_SCALARS, **_LISTS}.items()]
+    columns += [list_column([None if s is None else getattr(s, name) for s in segments], kind) for name, kind in TOKEN_COLUMNS.items()]
+    columns += [list_column([None if r is None else getattr(r, name) for r in matched], kind) for name, kind in RECORD_COLUMNS.items()]
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    pq.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), partial, compression="zstd")
+    os.replace(partial, path)
+    return path
 
 
 def step_path(run_dir: Path | str, step: int) -> Path:
@@ -163,17 +167,24 @@ def read_trajectories(run_dir: Path | str, steps: Iterable[int] | None = None, e
     """
     found: list[StoredEpisode] = []
     for step in stored_steps(run_dir) if steps is None else steps:
-        table = _read(step_path(run_dir, step), SCHEMA.names)
-        ordinals = numpy_column(table["episode_ordinal"])
-        attempts = numpy_column(table["attempt"])
-        new = np.ones(len(ordinals), bool)
-        new[1:] = (ordinals[1:] != ordinals[:-1]) | (attempts[1:] != attempts[:-1])
-        bounds = [*np.flatnonzero(new).tolist(), len(ordinals)]
-        lists = {name: list_views(table[name]) for name in (*TOKEN_COLUMNS, *RECORD_COLUMNS)}
-        scalars = {name: table[name].to_pylist() for name in (*_SCALARS, *_LISTS)}
-        for start, end in pairwise(bounds):
-            if episode is None or ordinals[start] == episode:
-                found.append(_episode(scalars, lists, range(start, end)))
+        found += read_file(step_path(run_dir, step), episode)
+    return found
+
+
+def read_file(path: Path, episode: int | None = None) -> list[StoredEpisode]:
+    """The episodes of one file in the order they were written. Raises DataError when it is missing or cannot be read."""
+    found: list[StoredEpisode] = []
+    table = _read(path, SCHEMA.names)
+    ordinals = numpy_column(table["episode_ordinal"])
+    attempts = numpy_column(table["attempt"])
+    new = np.ones(len(ordinals), bool)
+    new[1:] = (ordinals[1:] != ordinals[:-1]) | (attempts[1:] != attempts[:-1])
+    bounds = [*np.flatnonzero(new).tolist(), len(ordinals)]
+    lists = {name: list_views(table[name]) for name in (*TOKEN_COLUMNS, *RECORD_COLUMNS)}
+    scalars = {name: table[name].to_pylist() for name in (*_SCALARS, *_LISTS)}
+    for start, end in pairwise(bounds):
+        if episode is None or ordinals[start] == episode:
+            found.append(_episode(scalars, lists, range(start, end)))
     return found
 
 

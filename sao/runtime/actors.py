@@ -66,16 +66,19 @@ def _set_up(name: str, run_dir: str, environment: Mapping[str, str]) -> None:
 class EngineActor:
     """One vLLM engine; an async actor, so that many requests are in flight at once."""
 
-    def __init__(self, name: str, model_path: str, config: Config, run_dir: str, seed: int) -> None:
+    def __init__(self, name: str, model_path: str, config: Config, run_dir: str, seed: int, incarnation: int) -> None:
         _set_up(name, run_dir, engine_environment(config.engine.threads))
         started = time.monotonic()
         from sao.inference.vllm_engine import VllmEngine
 
-        self.engine = VllmEngine(model_path, config.engine, config.weights, name=name, seed=seed)
+        self.engine = VllmEngine(model_path, config.engine, config.weights, name=name, incarnation=incarnation, seed=seed)
         self.start_s = time.monotonic() - started
 
     async def ready(self) -> dict[str, Any]:
-        return {"pid": os.getpid(), "start_s": self.start_s}
+        return identity() | {"start_s": self.start_s}
+
+    async def ping(self) -> None:
+        """Answers while the process lives and its event loop turns, whatever the engine thread is doing."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
         from sao.inference.pool import complete
@@ -109,17 +112,27 @@ class WorkerActor:
     """Runs many episodes at once on one event loop."""
 
     def __init__(
-        self, name: str, model_path: str, config: Config, env_configs: Sequence[EnvConfig], engines: Mapping[str, Any], run_dir: str
+        self, name: str, model_path: str, config: Config, env_configs: Sequence[EnvConfig], engines: Mapping[str, tuple[Any, bool]], run_dir: str
     ) -> None:
+        """engines: each with its actor and whether it is lent to an evaluation."""
         _set_up(name, run_dir, thread_environment(1))
         from sao.rollout.worker import EpisodeWorker
         from sao.runtime.remote import RemoteEngine
 
-        handles = [RemoteEngine(engine, handle, config.engine.request_timeout_s) for engine, handle in engines.items()]
-        self.worker = EpisodeWorker(config, env_configs, model_path, handles)
+        self.handle = lambda engine, actor: RemoteEngine(engine, actor, config.engine.request_timeout_s)
+        self.worker = EpisodeWorker(config, env_configs, model_path, [])
+        for engine, (actor, lent) in engines.items():
+            self.worker.pool.admit(self.handle(engine, actor), lent=lent)
 
     async def ready(self) -> dict[str, Any]:
-        return {"pid": os.getpid()}
+        return identity()
+
+    async def ping(self) -> None:
+        """Answers while the process lives and its event loop turns."""
+
+    async def admit(self, name: str, engine: Any, lent: bool) -> None:
+        """An engine was replaced: send requests to the new actor."""
+        self.worker.pool.admit(self.handle(name, engine), lent=lent)
 
     async def run(self, request: EpisodeRequest) -> tuple[Finished[None] | EpisodeFailure, Trajectory | None]:
         return await self.worker.run(request)
@@ -135,7 +148,7 @@ class WorkerActor:
 
 
 class LearnerActor:
-    """Trains policy and critic; one call at a time."""
+    """Trains policy and critic; one call at a time, `ping` apart (concurrency group `control`)."""
 
     def __init__(self, name: str, model_path: str, config: Config, run_dir: str) -> None:
         _set_up(name, run_dir, thread_environment(config.learner.threads))
@@ -145,35 +158,67 @@ class LearnerActor:
         from sao.report.store import TrajectoryWriter
 
         self.learner = TorchLearner(config, model_path, total_steps=config.train.steps, check_logprobs=True)
-        self.writer = TrajectoryWriter(Path(run_dir)) if config.logger.trajectories == "all" else None
+        self.writer = TrajectoryWriter(Path(run_dir))
         self.background = ThreadPoolExecutor(1)
         self.pending: Any = None
 
     def ready(self) -> dict[str, Any]:
-        return {"pid": os.getpid()}
+        return identity()
+
+    def ping(self) -> None:
+        """Answers while the process lives, a step in progress or not."""
 
     def step(self, step: int, *trajectories: Trajectory) -> StepReport:
+        """Train one batch. Its file in the run store is written while the next step computes, and is complete when that one returns."""
         from sao.learner.protocol import StepReport
 
         version = self.learner.version
         report = self.learner.step(trajectories, step)
-        if self.writer is not None:
-            self._written()
-            self.pending = self.background.submit(self.writer.write, step, trajectories, report.records, version)
+        self._written()
+        self.pending = self.background.submit(self.writer.write, step, trajectories, report.records, version)
         return StepReport(report.step, report.version, report.metrics)
 
-    def gather(self) -> Any:
-        return self.learner.gather()
+    def gather(self) -> tuple[Any, None]:
+        """The weights, and beside them an answer small enough for the driver to look at."""
+        return self.learner.gather(), None
 
     def export(self, directory: str) -> None:
         self._written()
         self.learner.export(directory)
 
+    def save(self, directory: str, *buffered: Trajectory) -> None:
+        """The learner's part of a checkpoint, and the trajectories that wait for a batch."""
+        from sao.errors import CheckpointFailure
+        from sao.report.store import write_file
+        from sao.runtime.checkpoints import BUFFER
+
+        self._written()
+        try:
+            self.learner.save(directory)
+            write_file(Path(directory) / BUFFER, -1, buffered)
+        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
+            raise CheckpointFailure(f"{directory} cannot be written ({error}); free space or set checkpoint.every=0") from error
+
+    def restore(self, directory: str) -> None:
+        self.learner.restore(directory)
+
     def _written(self) -> None:
         """Surface an error of the last background write instead of losing it."""
-        if self.pending is not None:
-            self.pending.result()
-            self.pending = None
+        from sao.errors import LearnerFailure
+
+        pending, self.pending = self.pending, None
+        try:
+            if pending is not None:
+                pending.result()
+        except OSError as error:
+            raise LearnerFailure(f"the run store cannot be written ({error}); free space and go on with `sao train resume=RUN`") from error
+
+
+def identity() -> dict[str, Any]:
+    """Which process this is: its pid and when it began, so that a reused pid is not taken for it."""
+    import psutil
+
+    return {"pid": os.getpid(), "started": psutil.Process().create_time()}
 
 
 async def gather_ready(calls: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:

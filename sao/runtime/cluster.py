@@ -4,37 +4,64 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sao.config import Config, EnvConfig
-from sao.errors import EngineFailure, SystemFailure, UserError
+from sao.errors import SystemFailure, UserError, WorkerFailure
 from sao.inference.pool import EnginePool, PoolEvent
 from sao.inference.protocol import EngineSnapshot
 from sao.runtime.actors import EngineActor, LearnerActor, WorkerActor, gather_ready, thread_environment
 from sao.runtime.plan import gpu_shares
-from sao.runtime.remote import RemoteEngine, RemoteLearner, RemoteWorkers
+from sao.runtime.remote import RemoteEngine, RemoteLearner, RemoteWorkers, call, lost
 from sao.runtime.run_folder import write_atomically
+from sao.runtime.run_store import RunStore
 
-SNAPSHOT_EVERY_S = 1.0
+WATCH_EVERY_S = 1.0
+SHORT_LIFE_S = 20.0  # an actor that is lost sooner after its start counts towards launcher.restarts
 EPISODE_GRACE_S = 30.0
 CONCURRENCY = 4096  # calls an async actor holds at once
 
 
 class Cluster:
-    """The actors of one run. Use as `async with Cluster(...) as cluster`; leaving it ends every actor it started."""
+    """The actors of one run. Use as `async with Cluster(...) as cluster`; leaving it ends every actor it started.
 
-    def __init__(self, config: Config, env_configs: Sequence[EnvConfig], model_path: str, run_dir: Path, *, learner: bool = True) -> None:
+    learner: an evaluation needs none. incarnation: how often this run has been resumed. on_event: hears in one line of every actor that is lost and of every one that is back.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        env_configs: Sequence[EnvConfig],
+        model_path: str,
+        run_dir: Path,
+        *,
+        learner: bool = True,
+        incarnation: int = 0,
+        on_event: Callable[[str], None] = print,
+    ) -> None:
         self.config = config
         self.env_configs = list(env_configs)
         self.model_path = model_path
         self.run_dir = run_dir
-        self.with_learner = learner  # an evaluation needs none
+        self.with_learner = learner
         self.actors: dict[str, Any] = {}
-        self.latest: dict[str, EngineSnapshot] = {}
+        self.identities: dict[str, Any] = {}
+        self.replaced: Counter[str] = Counter()
+        self.pool: EnginePool | None = None
+        self.incarnation = incarnation
+        self.on_event = on_event
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._departed: asyncio.Queue[tuple[str, Any, str]] = asyncio.Queue()
+        self._born: dict[str, float] = {}
+        self._short_lives: Counter[str] = Counter()
+        self._began = time.monotonic()
         self._owns_ray = False
 
     async def __aenter__(self) -> Cluster:
@@ -105,65 +132,172 @@ class Cluster:
         """All constructors run at once; Ray's own restarts are off, supervision is ours."""
         import ray
 
+        config = self.config
+        self._gpus = gpu_shares(config, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
+        names = [f"engine-{index}" for index in range(config.engine.replicas)] + ["learner"] * self.with_learner
+        for name in [*names, *(f"worker-{index}" for index in range(config.rollout.workers))]:
+            self.actors[name] = self._start(name)
+
+    def _start(self, name: str) -> Any:
+        """A new actor of this name; engines first, because workers are told of them."""
+        import ray
+
         config, run_dir = self.config, str(self.run_dir)
-        gpus = gpu_shares(config, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
-        engine_class, learner_class, worker_class = ray.remote(EngineActor), ray.remote(LearnerActor), ray.remote(WorkerActor)
-        for index in range(config.engine.replicas):
-            name = f"engine-{index}"
-            options = {"num_cpus": 0, "num_gpus": gpus.engine, "max_restarts": 0, "max_concurrency": CONCURRENCY}
-            self.actors[name] = engine_class.options(**options).remote(name, self.model_path, config, run_dir, config.seed + index)
-        engines = dict(self.actors)
-        if self.with_learner:
-            self.actors["learner"] = learner_class.options(num_cpus=0, num_gpus=gpus.learner, max_restarts=0).remote(
-                "learner", self.model_path, config, run_dir
-            )
-        for index in range(config.rollout.workers):
-            name = f"worker-{index}"
-            worker = worker_class.options(num_cpus=0, max_restarts=0, max_concurrency=CONCURRENCY)
-            self.actors[name] = worker.remote(name, self.model_path, config, self.env_configs, engines, run_dir)
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
+        kind, _, index = name.partition("-")
+        if kind == "engine":
+            engine = ray.remote(EngineActor).options(**options, num_gpus=self._gpus.engine, max_concurrency=CONCURRENCY)
+            return engine.remote(name, self.model_path, config, run_dir, config.seed + int(index) + 1000 * self.replaced[name], self.incarnation)
+        if kind == "learner":
+            learner = ray.remote(concurrency_groups={"control": 1})(LearnerActor).options(**options, num_gpus=self._gpus.learner)
+            return learner.remote(name, self.model_path, config, run_dir)
+        engines = {engine: (actor, self._is_lent(engine)) for engine, actor in self.actors.items() if engine.startswith("engine-")}
+        worker = ray.remote(WorkerActor).options(**options, max_concurrency=CONCURRENCY)
+        return worker.remote(name, self.model_path, config, self.env_configs, engines, run_dir)
 
     async def _await_ready(self) -> None:
+        self.identities = await self._ready(dict(self.actors))
+        self._write_actors()
+
+    async def _ready(self, actors: Mapping[str, Any]) -> dict[str, Any]:
         import ray.exceptions as rx
 
         try:
-            answers = await gather_ready({name: actor.ready.remote() for name, actor in self.actors.items()}, self.config.engine.start_timeout_s)
+            return await gather_ready({name: actor.ready.remote() for name, actor in actors.items()}, self.config.engine.start_timeout_s)
         except rx.RayTaskError as error:
             cause = error.cause
             if isinstance(cause, UserError | SystemFailure):
                 raise cause from None
             raise SystemFailure(f"an actor failed to start with {type(cause).__name__}: {cause}; see logs/ in {self.run_dir}") from error
         except rx.RayActorError as error:
-            raise SystemFailure(f"an actor died while starting ({_reason(error)}); see logs/ in {self.run_dir}") from None
-        import json
+            raise lost(SystemFailure, f"an actor died while starting ({_reason(error)}); see logs/ in {self.run_dir}") from None
 
-        write_atomically(self.run_dir / "actors.json", json.dumps({"driver": {"pid": os.getpid()}} | answers, indent=2) + "\n")
+    def _write_actors(self) -> None:
+        text = json.dumps({"driver": {"pid": os.getpid()}} | self.identities, indent=2)
+        write_atomically(self.run_dir / "actors.json", text + "\n")
 
     # ------------------------------------------------------------------ handles for the loop
 
-    def learner(self) -> RemoteLearner:
-        return RemoteLearner(self.actors["learner"], self.config.learner.timeout_s)
+    def learner(self, store: RunStore) -> RemoteLearner:
+        return RemoteLearner(self, store, self.config.learner.timeout_s, self._next_incarnation)
 
     def workers(self) -> RemoteWorkers:
-        actors = {name: actor for name, actor in self.actors.items() if name.startswith("worker-")}
-        return RemoteWorkers(actors, EPISODE_GRACE_S, self.config.rollout.time_limit_s)
+        names = [name for name in self.actors if name.startswith("worker-")]
+        return RemoteWorkers(self, names, EPISODE_GRACE_S + self.config.rollout.time_limit_s)
 
     def engines(self) -> EnginePool:
         """The driver's view of the engines: publication and snapshots. Requests go from the workers straight to the engines."""
-        timeout = self.config.engine.request_timeout_s
-        handles = [RemoteEngine(name, actor, timeout) for name, actor in self.actors.items() if name.startswith("engine-")]
-        return EnginePool(handles, on_event=_give_up)
+        handles = [self._engine(name) for name in self.actors if name.startswith("engine-")]
+        self.pool = EnginePool(handles, wait_s=self.config.engine.start_timeout_s, on_event=self._left)
+        return self.pool
 
-    async def watch(self, pool: EnginePool, seen: Callable[[Sequence[EngineSnapshot]], None]) -> None:
-        """Poll the engines for ever; raises EngineFailure as soon as one is gone."""
+    def _left(self, event: PoolEvent) -> None:
+        if event.kind == "left":
+            self._departed.put_nowait((event.engine, self.actors[event.engine], event.reason))
+
+    def _engine(self, name: str) -> RemoteEngine:
+        return RemoteEngine(name, self.actors[name], self.config.engine.request_timeout_s)
+
+    async def _next_incarnation(self) -> None:
+        self.incarnation += 1
+        if self.pool is not None:
+            await self.pool.begin_incarnation(self.incarnation)
+
+    # ------------------------------------------------------------------ supervision
+
+    async def watch(self, seen: Callable[[Sequence[EngineSnapshot]], None]) -> None:
+        """Ask every actor for a sign of life once a second, for ever; one that is dead or silent is replaced. Raises SystemFailure when that is hopeless."""
+        assert self.pool is not None
+        async with asyncio.TaskGroup() as group:
+            for name in self.actors:
+                group.create_task(self._watch_one(name), name=f"watch {name}")
+            group.create_task(self._replace_departed(group))
+            while True:
+                seen(await self.pool.snapshots())
+                await asyncio.sleep(WATCH_EVERY_S)
+
+    async def _watch_one(self, name: str) -> None:
         while True:
-            seen(await pool.snapshots())
-            await asyncio.sleep(SNAPSHOT_EVERY_S)
+            await asyncio.sleep(WATCH_EVERY_S)
+            actor = self.actors[name]
+            ping = actor.ping.options(concurrency_group="control") if name == "learner" else actor.ping
+            try:
+                await call(ping.remote(), name, SystemFailure, self.config.launcher.silence_s)
+            except SystemFailure as failure:
+                if not failure.lost:
+                    raise
+                await self.replace(name, actor, str(failure))
 
+    async def _replace_departed(self, group: asyncio.TaskGroup) -> None:
+        """An engine that left the pool may be alive and well, but holds other weights than it should."""
+        while True:
+            group.create_task(self.replace(*await self._departed.get()))
 
-def _give_up(event: PoolEvent) -> None:
-    """An engine that leaves the pool ends the run: nothing replaces it yet."""
-    if event.kind == "left":
-        raise EngineFailure(f"{event.engine} left the pool: {event.reason}")
+    async def replace(self, name: str, dead: Any, reason: str) -> None:
+        """Return when `name` is another actor than `dead`; whoever comes first starts it. A learner comes back empty: `RemoteLearner` restores it."""
+        async with self._locks[name]:
+            if self.actors[name] is not dead:
+                return
+            if name.startswith("engine-") and self.pool is not None:
+                self.pool.remove(name, reason)
+            started = time.monotonic()
+            while True:
+                self._give_up_if_hopeless(name, reason)
+                self.on_event(f"{name} is replaced: {reason}")
+                try:
+                    await self._start_again(name)
+                    break
+                except SystemFailure as failure:
+                    if not failure.lost:
+                        raise
+                    reason = str(failure)
+            self.on_event(f"{name} is back after {time.monotonic() - started:.0f} s")
+
+    async def _start_again(self, name: str) -> None:
+        """End what is left of an actor, start it anew, and make it known to those who use it."""
+        self._end(name)
+        self.replaced[name] += 1
+        actor = self._start(name)
+        self.identities |= await self._ready({name: actor})
+        self._born[name] = time.monotonic()
+        self._write_actors()
+        engines = [engine for engine in self.actors if engine.startswith("engine-")]
+        self.actors[name] = actor
+        if name in engines and self.pool is not None:
+            await self.pool.join(self._engine(name))
+            await asyncio.gather(*(self._tell(worker, name) for worker in self.actors if worker.startswith("worker-")))
+        if name.startswith("worker-"):  # an engine may have been replaced while this worker started
+            await asyncio.gather(*(self._tell(name, engine) for engine in engines))
+
+    async def _tell(self, worker: str, engine: str) -> None:
+        """A worker that cannot hear it is dead or about to be found silent; its replacement is told of every engine when it starts."""
+        with contextlib.suppress(WorkerFailure):
+            admitted = self.actors[worker].admit.remote(engine, self.actors[engine], self._is_lent(engine))
+            await call(admitted, worker, WorkerFailure, self.config.launcher.silence_s)
+
+    def _is_lent(self, engine: str) -> bool:
+        return self.pool is not None and engine in self.pool.lent
+
+    def _give_up_if_hopeless(self, name: str, reason: str) -> None:
+        lived = time.monotonic() - self._born.get(name, self._began)
+        self._short_lives[name] = self._short_lives[name] + 1 if lived < SHORT_LIFE_S else 1
+        if self._short_lives[name] > self.config.launcher.restarts:
+            raise SystemFailure(
+                f"{name} was lost {self._short_lives[name]} times, each within {SHORT_LIFE_S:.0f} s of its start; the last time: {reason}"
+            )
+
+    def _end(self, name: str) -> None:
+        """Make sure the old process is gone: Ray asks a process to end itself, which a stopped one cannot hear."""
+        import psutil
+        import ray
+
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(self.actors[name])
+        identity = self.identities.get(name, {})
+        with contextlib.suppress(psutil.Error, KeyError):
+            process = psutil.Process(identity["pid"])
+            if process.create_time() == identity["started"]:
+                process.kill()
 
 
 def _reason(error: BaseException) -> str:

@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from sao.errors import EngineFailure, LearnerFailure, SaoError, SystemFailure, WorkerFailure
 from sao.inference.protocol import Canary, EngineSnapshot, GenerateRequest, Generation, PublishReport
 from sao.learner.protocol import StepReport
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
 from sao.rollout.staleness import Finished
+from sao.runtime.run_store import RunStore
 
 T = TypeVar("T")
 
 
 async def call(reference: Awaitable[T], actor: str, failure: type[SystemFailure], timeout_s: float) -> T:
-    """Await a Ray call. Errors of ours come back as they were raised; a dead or silent actor becomes `failure`."""
+    """Await a Ray call. Errors of ours come back as they were raised; a dead or silent actor becomes a `failure` with `lost` set."""
     import ray.exceptions as rx
 
     try:
         return await asyncio.wait_for(as_coroutine(reference), timeout_s)
     except TimeoutError:
-        raise failure(f"{actor} did not answer within {timeout_s:.0f} s; see logs/{actor}.log in the run folder") from None
+        raise lost(failure, f"{actor} did not answer within {timeout_s:.0f} s; see logs/{actor}.log in the run folder") from None
     except rx.RayTaskError as error:
         cause = error.cause
         if isinstance(cause, SaoError):
             raise cause from None
         raise failure(f"{actor} failed with {type(cause).__name__}: {cause}; see logs/{actor}.log in the run folder") from error
-    except rx.RayActorError as error:
-        raise failure(f"{actor} died ({str(error).splitlines()[0]}); see logs/{actor}.log in the run folder") from None
+    except rx.RayError as error:
+        raise lost(failure, f"{actor} died ({str(error).splitlines()[0]}); see logs/{actor}.log in the run folder") from None
+
+
+def lost(failure: type[SystemFailure], message: str) -> SystemFailure:
+    error = failure(message)
+    error.lost = True
+    return error
 
 
 async def as_coroutine(reference: Awaitable[T]) -> T:
@@ -65,61 +72,129 @@ class RemoteEngine:
         await call(self.actor.begin_incarnation.remote(incarnation), self.name, EngineFailure, self.timeout_s)
 
 
-class RemoteLearner:
-    """The learner actor, as the loop's LearnerHandle."""
+class Replacer(Protocol):
+    """Who brings actors back (`sao.runtime.cluster.Cluster`)."""
 
-    def __init__(self, actor: Any, timeout_s: float, name: str = "learner") -> None:
-        self.actor = actor
+    actors: dict[str, Any]
+
+    async def replace(self, name: str, dead: Any, reason: str) -> None:
+        """Return when `name` is another actor than `dead`, started by this call or by an earlier one. Raises SystemFailure when that is hopeless."""
+        ...
+
+
+class RemoteLearner:
+    """The learner actor, as the loop's LearnerHandle.
+
+    One that dies or hangs is replaced; the new one starts from the newest checkpoint and trains the later batches again, from the run store, so that it
+    has the same weights as the one before. The loop only waits longer.
+    """
+
+    def __init__(
+        self, cluster: Replacer, store: RunStore, timeout_s: float, on_revived: Callable[[], Awaitable[None]], name: str = "learner"
+    ) -> None:
+        self.cluster = cluster
+        self.store = store
         self.name = name
         self.timeout_s = timeout_s
+        self.on_revived = on_revived
+        self.steps_done = 0
+        self._current = cluster.actors[name]
+        self._unwritten: dict[int, Sequence[Any]] = {}
 
     async def step(self, handles: Sequence[Any], step: int) -> StepReport:
-        return await call(self.actor.step.remote(step, *handles), self.name, LearnerFailure, self.timeout_s)
+        report: StepReport = await self._ask(lambda actor: actor.step.remote(step, *handles))
+        self.steps_done = step + 1
+        # The file of a step is complete when the next step has returned; until then its batch is kept here.
+        self._unwritten = {s: h for s, h in self._unwritten.items() if s >= step - 1} | {step: handles}
+        return report
 
     async def gather(self) -> Any:
         """A reference to (bundle, canary) in the object store, ready to be read by every engine."""
-        import ray
+        weights: list[Any] = []
 
-        reference = self.actor.gather.remote()
-        ready, _ = await asyncio.to_thread(ray.wait, [reference], timeout=self.timeout_s, fetch_local=False)
-        if not ready:
-            raise LearnerFailure(f"{self.name} did not hand over its weights within {self.timeout_s:.0f} s")
-        return reference
+        def send(actor: Any) -> Any:
+            weights[:] = actor.gather.options(num_returns=2).remote()
+            return weights[1]
+
+        await self._ask(send)
+        return weights[0]
 
     async def export(self, directory: str) -> None:
-        await call(self.actor.export.remote(directory), self.name, LearnerFailure, self.timeout_s)
+        await self._ask(lambda actor: actor.export.remote(directory))
+
+    async def save(self, directory: str, buffered: Sequence[Any]) -> None:
+        await self._ask(lambda actor: actor.save.remote(directory, *buffered))
+
+    async def restore(self, directory: str, steps_done: int) -> None:
+        await self._ask(lambda actor: actor.restore.remote(directory))
+        self.steps_done = steps_done
+
+    async def _ask(self, send: Callable[[Any], Any]) -> Any:
+        while True:
+            actor = self.cluster.actors[self.name]
+            try:
+                await self._bring_up_to_date(actor)
+                return await call(send(actor), self.name, LearnerFailure, self.timeout_s)
+            except LearnerFailure as failure:
+                if not failure.lost:
+                    raise
+                await self.cluster.replace(self.name, actor, str(failure))
+
+    async def _bring_up_to_date(self, actor: Any) -> None:
+        """Give a replacement the newest checkpoint and train the batches since then again."""
+        if actor is self._current:
+            return
+        first = 0
+        checkpoint = await asyncio.to_thread(self.store.checkpoint)
+        if checkpoint is not None:
+            await call(actor.restore.remote(str(checkpoint.path)), self.name, LearnerFailure, self.timeout_s)
+            first = checkpoint.step
+        for step in range(first, self.steps_done):
+            kept = self._unwritten.get(step)
+            handles = list(kept) if kept is not None else await asyncio.to_thread(self.store.handles, step)
+            await call(actor.step.remote(step, *handles), self.name, LearnerFailure, self.timeout_s)
+        self._current = actor
+        await self.on_revived()
 
 
 class RemoteWorkers:
-    """The worker actors, as the loop's EpisodeRunner: each episode goes to the worker with the fewest running."""
+    """The worker actors, as the loop's EpisodeRunner: each episode goes to the worker with the fewest running, and to another when that one is lost."""
 
-    def __init__(self, actors: dict[str, Any], grace_s: float, time_limit_s: float) -> None:
-        self.actors = actors
-        self.running = dict.fromkeys(actors, 0)
-        self.lent: set[str] = set()  # what a worker that comes later has to be told
-        self.timeout_s = time_limit_s + grace_s
+    def __init__(self, cluster: Replacer, names: Sequence[str], timeout_s: float) -> None:
+        self.cluster = cluster
+        self.running = dict.fromkeys(names, 0)
+        self.timeout_s = timeout_s
+        self.reissued = 0
 
     async def run(self, request: EpisodeRequest) -> Finished[Any] | EpisodeFailure:
-        name = min(self.running, key=lambda n: self.running[n])
-        self.running[name] += 1
-        try:
-            outcome_ref, trajectory_ref = self.actors[name].run.options(num_returns=2).remote(request)
-            outcome = await call(outcome_ref, name, WorkerFailure, self.timeout_s)
-        finally:
-            self.running[name] -= 1
-        return Finished(outcome.meta, trajectory_ref) if isinstance(outcome, Finished) else outcome
+        while True:
+            name = min(self.running, key=lambda n: self.running[n])
+            actor = self.cluster.actors[name]
+            self.running[name] += 1
+            try:
+                outcome_ref, trajectory_ref = actor.run.options(num_returns=2).remote(request)
+                outcome = await call(outcome_ref, name, WorkerFailure, self.timeout_s)
+            except WorkerFailure as failure:
+                if not failure.lost:
+                    raise
+                self.reissued += 1
+                await self.cluster.replace(name, actor, str(failure))
+                continue
+            finally:
+                self.running[name] -= 1
+            return Finished(outcome.meta, trajectory_ref) if isinstance(outcome, Finished) else outcome
 
     async def lend(self, engine: str) -> None:
         """No worker sends a training request to `engine` once this returns; evaluation goes there alone."""
-        self.lent.add(engine)
         await self._tell("lend", engine)
 
     async def restore(self, engine: str) -> None:
-        self.lent.discard(engine)
         await self._tell("restore", engine)
 
     async def _tell(self, method: str, engine: str) -> None:
-        calls = [call(getattr(actor, method).remote(engine), name, WorkerFailure, self.timeout_s) for name, actor in self.actors.items()]
+        """A worker that is lost routes nothing any more; its replacement is told what is lent when it starts."""
+        actors = {name: self.cluster.actors[name] for name in self.running}
+        calls = [call(getattr(actor, method).remote(engine), name, WorkerFailure, self.timeout_s) for name, actor in actors.items()]
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(outcome, BaseException) and not isinstance(outcome, WorkerFailure):  # a worker that died routes nothing any more
+            if isinstance(outcome, BaseException) and not (isinstance(outcome, WorkerFailure) and outcome.lost):
                 raise outcome

@@ -21,10 +21,15 @@ def choose(config: Config) -> Path:
 
 
 class RunFolder:
-    """Owns the folder's lock; a second run in the same folder is refused before it writes anything."""
+    """Owns the folder's lock; a second run in the same folder is refused before it writes anything.
 
-    def __init__(self, path: Path) -> None:
+    resume: the folder holds a run that goes on. `incarnation` counts how often it has done so.
+    """
+
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
+        self.resume = resume
+        self.incarnation = 0
         self._lock: IO[str] | None = None
 
     def __enter__(self) -> RunFolder:
@@ -40,9 +45,11 @@ class RunFolder:
             owner = lock.read().strip() or "unknown"
             lock.close()
             raise UserError(f"run.dir={self.path} is in use by process {owner}; wait for that run or choose another folder") from None
-        if (self.path / "ledger.json").exists() or any((self.path / "trajectories").glob("*.parquet")):
+        if self.resume:
+            self.incarnation = 1 + int(json.loads((self.path / "command.json").read_text()).get("incarnation", 0))
+        elif (self.path / "ledger.json").exists() or any((self.path / "trajectories").glob("*.parquet")):
             lock.close()
-            raise UserError(f"run.dir={self.path} already holds a run; choose another folder or remove it")
+            raise UserError(f"run.dir={self.path} already holds a run; go on with it by resume={self.path}, or choose another folder")
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()

@@ -98,6 +98,14 @@ def test_the_admission_rule_is_what_keeps_the_loop_alive(monkeypatch):
         drive(make_config(staleness=1, batch=2, steps=12))
 
 
+@pytest.mark.parametrize("most", [1, 3])
+def test_no_more_episodes_run_than_asked(most):
+    config = make_config(staleness=2, batch=4, steps=5)
+    config.rollout.max_running = most
+    loop, _, workers, _ = drive(config)
+    assert workers.most == most and loop.complete
+
+
 def test_bound_zero_is_synchronous():
     config = make_config(staleness=0, batch=3, steps=5)
     _, learner, _, engines = drive(config, latency=lambda request: 1.0 + request.episode_id.ordinal % 3)

@@ -92,6 +92,8 @@ def train(*, every, placement="hold", eval_s=2.0, broken=False, steps=6, at_star
             if on_result:
                 reporter.evaluation = lambda result: (reporter.results.append(result), on_result(loop, evaluations))
             await loop.run()
+            if at_end:
+                await evaluations.finish("after")
 
     run(main())
     return loop, workers, engines, reporter, learner
@@ -121,7 +123,34 @@ def test_training_and_its_account_do_not_notice(placement):
 
 
 def test_the_last_version_is_left_to_the_evaluation_after_training():
-    assert versions(train(every=2, at_end=True)[3]) == [("during", 2), ("during", 4)]
+    assert versions(train(every=2, at_end=True)[3]) == [("during", 2), ("during", 4), ("after", 6)]
+
+
+def test_the_evaluation_after_training_waits_for_the_lent_replica():
+    """Six versions take about seven seconds, this evaluation of version 4 as long again."""
+    _, workers, engines, reporter, _ = train(every=4, at_end=True, placement="replica", eval_s=4.0)
+    assert versions(reporter) == [("during", 4), ("after", 6)]
+    assert all(pinned == before == after for pinned, before, after in workers.seen)
+    assert engines.lent is None
+
+
+def test_a_resumed_run_does_not_evaluate_again_what_it_goes_on_from():
+    config = make_config(staleness=2, batch=2, steps=4)
+    config.eval.every = 2
+    engines, reporter = LendableEngines(), Reporter()
+    workers = Workers(engines, 0.5)
+    loop = TrainingLoop(config, CountingSource(), workers, CountingLearner(config), engines, reporter)
+    loop.version = 3
+
+    async def main():
+        async with asyncio.TaskGroup() as group:
+            evaluations = Evaluations(config, loop, engines, workers, HELD_OUT, reporter, group)
+            for version in (3, 4):
+                loop.published_version = engines.version = version
+                await evaluations.published(version)
+
+    run(main())
+    assert {r.version for r in reporter.results} == {4}
 
 
 def test_a_multiple_that_falls_between_publications_is_caught_up():
@@ -186,7 +215,7 @@ def test_a_lent_replica_holds_nobody_and_comes_back():
     assert versions(reporter) == [("during", 2), ("during", 4), ("during", 6)]
     assert all(pinned == before == after for pinned, before, after in workers.seen)
     assert engines.calls == [
-        ("workers lend", "engine-1"), ("engines lend", "engine-1"), ("engines restore", "engine-1"), ("workers restore", "engine-1"),
+        ("engines lend", "engine-1"), ("workers lend", "engine-1"), ("engines restore", "engine-1"), ("workers restore", "engine-1"),
     ] * 3  # fmt: skip
     assert engines.lent is None
 

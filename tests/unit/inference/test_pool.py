@@ -157,7 +157,7 @@ def test_without_an_engine_a_request_waits_for_a_replacement_or_fails():
 def test_publication_reaches_every_live_engine_and_a_failing_one_leaves():
     async def run():
         good, bad = ScriptedEngine("a"), ScriptedEngine("b", canary_gap=lambda canary: 1.0)
-        pool = pool_of(good, bad)
+        pool = pool_of(good, bad, wait_s=0.05)
         first = await pool.publish(BUNDLE, 1, gather_s=0.5)
         second = await pool.publish(BUNDLE, 2, Canary((1, 2), (-1.0,)))
         live = pool.live
@@ -205,18 +205,45 @@ def test_an_engine_that_joins_during_a_publication_gets_it_too():
     assert asyncio.run(run()) == 1
 
 
-def test_a_roll_back_repeats_versions_under_a_new_incarnation():
+def test_a_new_incarnation_reaches_every_engine_and_one_that_cannot_hear_leaves():
     async def run():
         engines = [ScriptedEngine("a"), ScriptedEngine("b")]
         pool = pool_of(*engines)
         await pool.publish(BUNDLE, 6)
-        reports = await pool.roll_back(1, BUNDLE, 4)
-        await pool.publish(BUNDLE, 5)
-        return reports, [(e.incarnation, e.published) for e in engines], pool.version
+        await pool.begin_incarnation(1)
+        await pool.publish(BUNDLE, 7)
+        return [(e.incarnation, e.published) for e in engines], pool.version
 
-    reports, engines, version = asyncio.run(run())
-    assert [r.version for r in reports] == [4, 4] and version == 5
-    assert engines == [(1, [6, 4, 5])] * 2
+    assert asyncio.run(run()) == ([(1, [6, 7])] * 2, 7)
+
+
+def test_a_publication_that_reaches_nobody_is_complete_when_an_engine_joins_with_it():
+    async def run():
+        dead, fresh = ScriptedEngine("a"), ScriptedEngine("b")
+        pool = pool_of(dead, wait_s=5.0)
+        dead.kill()
+        publication = asyncio.create_task(pool.publish(BUNDLE, 3))
+        await asyncio.sleep(0.01)
+        waits = not publication.done()
+        await pool.join(LocalHandle(fresh, "b"))
+        return waits, await publication, fresh.version
+
+    assert asyncio.run(run()) == (True, [], 3)
+
+
+def test_an_admitted_engine_takes_the_place_of_the_dead_one_of_its_name():
+    async def run():
+        dead, fresh = ScriptedEngine("a"), ScriptedEngine("a")
+        pool = pool_of(dead, wait_s=5.0)
+        dead.kill()
+        asked = asyncio.create_task(pool.generate(request()))
+        await asyncio.sleep(0.01)
+        waits = not asked.done()
+        pool.admit(LocalHandle(fresh, "a"))
+        return waits, len((await asked).token_ids)
+
+    waits, tokens = asyncio.run(run())
+    assert waits and tokens > 0
 
 
 def eval_request(name, pinned):
@@ -275,6 +302,7 @@ def test_a_lent_engine_that_cannot_come_back_leaves():
         await pool.restore("b")
         await pool.restore("a")
         await pool.lend("gone")
+        assert pool.lent == ()
         return pool.live, [(e.kind, e.engine) for e in events]
 
     assert asyncio.run(run()) == (("a",), [("left", "b")])

@@ -1,6 +1,5 @@
 """TorchLearner in a plain process: one SAO step, what moves and what does not, versions, values, records, canary."""
 
-import copy
 import json
 import math
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from sao.errors import ConfigError, LearnerFailure
+from sao.errors import ConfigError, LearnerFailure, UserError
 from sao.learner.batching import make_batch, pack
 from sao.learner.learner import TorchLearner
 from sao.learner.protocol import CONTEXT, DROPPED, FROZEN, NON_FINITE, REJECTED_HIGH, REJECTED_LOW, TRAINED
@@ -236,13 +235,23 @@ def test_export_loads_again_and_a_critic_can_start_from_it(make, model_path, tmp
         TorchLearner(config(critic__path=model_path), model_path, total_steps=2)
 
 
-def test_state_carries_a_learner_on_bit_for_bit(make):
-    learner, resumed = make(), make()
+@pytest.mark.parametrize("changes", [{}, {"model__dtype": "bfloat16"}, {"algo__whiten": "auto"}])
+def test_a_saved_learner_goes_on_bit_for_bit(make, tmp_path, changes):
+    learner, resumed = make(**changes), make(**changes)
     learner.step(batch(), 0)
-    resumed.load_state_dict(copy.deepcopy(learner.state_dict()))
+    learner.save(str(tmp_path))
+    resumed.restore(str(tmp_path))
     for one in (learner, resumed):
         one.step(batch(seed=1), 1)
     assert resumed.version == 2 and learner.gather()[0].buffer.tobytes() == resumed.gather()[0].buffer.tobytes()
+
+
+def test_a_checkpoint_of_another_model_is_refused(make, tmp_path):
+    learner = make()
+    learner.save(str(tmp_path / "step"))
+    other = TorchLearner(config(), save_model(tmp_path / "other", "qwen3"), total_steps=8)
+    with pytest.raises(UserError, match="another model"):
+        other.restore(str(tmp_path / "step"))
 
 
 def test_lr_zero_is_a_control_that_stays_flat(make):

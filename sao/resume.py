@@ -1,0 +1,41 @@
+"""`sao train resume=RUN`: the configuration a run goes on with, and what may be changed about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from sao.config import Config
+from sao.config_load import amend, from_yaml, leaf_keys, value_of
+from sao.errors import UserError
+
+PREFIX = "resume="
+# What the trained weights, the account of prompts and the staleness bound rest on. Everything else may differ from one sitting to the next.
+FIXED = ("seed", "run.", "train.batch_size", "algo.", "model.", "critic.", "env.", "data.", "rollout.staleness", "rollout.overdue", "warmstart.")
+
+
+def split(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The run to resume, if one is named, and the other overrides."""
+    named = [text.removeprefix(PREFIX) for text in overrides if text.startswith(PREFIX)]
+    if len(named) > 1:
+        raise UserError("resume is given twice; name one run folder")
+    return (named[0] if named else None), [text for text in overrides if not text.startswith(PREFIX)]
+
+
+def load(run: str, overrides: Sequence[str]) -> tuple[Config, list[str]]:
+    """The configuration of a run folder with `overrides` applied, and one line for each key that differs. Refuses changes of FIXED keys."""
+    folder = Path(run).expanduser().resolve()
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"resume={run} is no run folder: it has no config.yaml")
+    before = from_yaml(folder / "config.yaml")
+    config = amend(before, overrides)
+    changes = []
+    for key in leaf_keys():
+        old, new = value_of(before, key), value_of(config, key)
+        if old == new:
+            continue
+        if key != "run.progress" and any(key == fixed or (fixed.endswith(".") and key.startswith(fixed)) for fixed in FIXED):
+            raise UserError(f"{key}={new} cannot be changed on resume, the run was started with {old}; leave it out or start a new run")
+        changes.append(f"{key}: {old} -> {new}")
+    config.run.dir = str(folder)
+    return config, changes

@@ -1,0 +1,61 @@
+"""`sao` with a scripted engine in the place of vLLM, everything else real: Ray, workers, reward processes, learner, run folder.
+
+For fault tests only. A run starts in seconds, and its episodes are a pure function of their prompts, so that two runs at staleness bound 0 have the
+same weights to the last bit. Use: python -m tests.system.scripted_run train ... (the arguments of `sao`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from sao.runtime import cluster
+from sao.runtime.actors import EngineActor
+
+TOKEN_S = 0.004
+
+
+class ScriptedEngineActor(EngineActor):
+    """The engine actor of a run, with `ScriptedEngine` inside."""
+
+    def __init__(self, name: str, model_path: str, config: Any, run_dir: str, seed: int, incarnation: int) -> None:
+        from sao.inference.scripted import ScriptedEngine
+        from sao.runtime.actors import _set_up, thread_environment
+
+        _set_up(name, run_dir, thread_environment(1))
+        started = time.monotonic()
+        vocabulary = json.loads((Path(model_path) / "config.json").read_text())["vocab_size"]
+        self.engine = ScriptedEngine(name, incarnation=incarnation, vocabulary=vocabulary, token_s=lambda request: TOKEN_S, publish_s=0.02)
+        self.start_s = time.monotonic() - started
+
+
+def parity(completion: str, row: dict[str, Any]) -> float:
+    """Something for a critic to learn from: a property of the text."""
+    return float(sum(map(ord, completion)) % 2)
+
+
+def options(folder: Path, *, steps: int, batch: int = 8, staleness: int = 0) -> list[str]:
+    """Arguments of a run whose tasks are rows of a file in `folder`, made when it is not there."""
+    data = folder / "tasks.jsonl"
+    if not data.exists():
+        data.write_text("".join(json.dumps({"prompt": f"number {i}", "answer": str(i)}) + "\n" for i in range(5000)))
+    return [
+        "model=demo", "model.warmstart=false", "model.factory_args.environment=sao.envs.calculator:CalculatorEnvironment", "env=single_turn",
+        f"data.path={data}", "reward=tests.system.scripted_run:parity", f"train.steps={steps}", f"train.batch_size={batch}",
+        f"rollout.staleness={staleness}", "critic.critic_only_steps=1", "algo.eps_low=1.0", "algo.eps_high=1e9", "optim.policy.lr=1e-3",
+        "optim.critic.lr=1e-3", "rollout.max_turn_tokens=12", "rollout.max_tokens=128", "engine.max_model_len=128", "run.progress=plain",
+        "logger.wandb=disabled", "logger.report=false", "checkpoint.every=4", "launcher.silence_s=5", "launcher.restarts=1000",
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    from sao.cli import main
+    from tests.system.scripted_run import ScriptedEngineActor as Actor  # by its importable name, so that Ray's workers find it
+
+    cluster.EngineActor = Actor  # type: ignore[misc]
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,123 @@
+"""kill -9 of every part of a run, Ctrl-C, and what is left. `benchmarks/faults.py` does the same ten times over, at random moments."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+
+import pytest
+
+from tests.system.faults import ROOT, Run, account, gone_within, weights
+from tests.system.scripted_run import options
+
+pytestmark = pytest.mark.system
+STEPS = 16
+
+REAL = [
+    "experiment=demo", "warmstart.steps=40", "train.steps=14", "train.batch_size=8", "critic.critic_only_steps=1", "eval.at_start=false", "eval.tasks=8",
+    "engine.max_num_seqs=16", "run.progress=plain", "checkpoint.every=4",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory):
+    """An undisturbed run to compare with."""
+    root = tmp_path_factory.mktemp("faults")
+    run = Run([*options(root, steps=STEPS), f"run.dir={root / 'calm'}"], root / "calm", scripted=True, log=root / "calm.log")
+    assert run.wait() == 0, run.log.read_text()
+    return root
+
+
+def whole(folder) -> dict:
+    found = account(folder)
+    assert found["closes"] and found["doubled"] == 0 and found["lost"] == 0 and found["steps_missing"] == 0, found
+    assert found["trained"] == found["trained_by_store"], found
+    return found
+
+
+def test_every_part_is_killed_once_and_the_weights_are_those_of_an_undisturbed_run(calm):
+    folder = calm / "disturbed"
+    run = Run([*options(calm, steps=STEPS), f"run.dir={folder}"], folder, scripted=True, log=calm / "disturbed.log")
+    for step, actor in ((2, "worker-0"), (5, "learner"), (7, "engine-0")):
+        run.wait_for_step(step)
+        assert run.kill(actor)
+    run.wait_for_step(10)
+    run.kill("driver")
+    run.wait()
+    assert gone_within(folder, 5) == []
+    run = Run([f"resume={folder}"], folder, scripted=True, log=run.log)
+    assert run.wait() == 0, run.log.read_text()
+    assert whole(folder)["trained"] == 8 * (STEPS + 1)
+    assert weights(folder) == weights(calm / "calm")
+    assert gone_within(folder, 5) == []
+
+
+def test_a_silent_actor_is_noticed_within_seconds_and_replaced(calm):
+    folder = calm / "silent"
+    run = Run([*options(calm, steps=STEPS), f"run.dir={folder}"], folder, scripted=True, log=calm / "silent.log")
+    for step, actor in ((2, "learner"), (6, "engine-0")):
+        run.wait_for_step(step)
+        assert run.kill(actor, signal.SIGSTOP)
+    assert run.wait() == 0, run.log.read_text()
+    whole(folder)
+    assert weights(folder) == weights(calm / "calm")
+    assert gone_within(folder, 5) == []
+
+
+def test_interrupted_once_it_ends_with_a_checkpoint_and_goes_on(calm):
+    folder = calm / "stopped"
+    run = Run([*options(calm, steps=STEPS), f"run.dir={folder}"], folder, scripted=True, log=calm / "stopped.log")
+    run.wait_for_step(3)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130, run.log.read_text()
+    assert gone_within(folder, 5) == []
+    ledger = json.loads((folder / "ledger.json").read_text())
+    assert ledger["closes"] and list((folder / "checkpoints").glob("step-*"))
+    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    (newest / "learner.pt").write_bytes((newest / "learner.pt").read_bytes()[:100])
+    run = Run([f"resume={folder}"], folder, scripted=True, log=run.log)
+    assert run.wait() == 0, run.log.read_text()
+    whole(folder)
+    assert weights(folder) == weights(calm / "calm"), "a damaged checkpoint is skipped, and what came after it is trained again"
+
+
+def test_interrupted_twice_it_ends_at_once(calm):
+    folder = calm / "twice"
+    run = Run([*options(calm, steps=500), f"run.dir={folder}"], folder, scripted=True, log=calm / "twice.log")
+    run.wait_for_step(2)
+    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(10) == 130
+    assert gone_within(folder, 5) == []
+
+
+def test_on_vllm_an_engine_and_the_learner_are_replaced(tmp_path):
+    folder = tmp_path / "run"
+    run = Run([*REAL, f"run.dir={folder}", f"warmstart.cache_dir={tmp_path}/cache"], folder, scripted=False, log=tmp_path / "log")
+    run.wait_for_step(3)
+    assert run.kill("engine-0")
+    run.wait_for_step(6, 300)
+    assert run.kill("learner")
+    assert run.wait() == 0, run.log.read_text()
+    whole(folder)
+    text = run.log.read_text()
+    assert "engine-0 is back" in text and "learner is back" in text
+    assert gone_within(folder, 5) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["resume=nowhere"], "no run folder"),
+        (["resume={run}", "seed=7"], "seed=7 cannot be changed"),
+        (["resume={run}", "algo=sao_coding"], "whole group"),
+        (["resume={run}", "train.stepz=7"], "train.steps"),
+    ],
+)
+def test_a_resume_that_cannot_be_is_refused(calm, arguments, said):
+    import subprocess
+
+    command = [sys.executable, "-m", "sao.cli", "train", *(text.format(run=calm / "calm") for text in arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and said in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
