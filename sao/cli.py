@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sao.errors import SystemFailure, UserError
 
+EVAL_HELP = "run=FOLDER (or model=DIRECTORY env=NAME) [env=NAME] [checkpoint=final] [n=4] [temperature=1.0] [tasks=256] and any override of the run's configuration"
 OVERRIDES_HELP = "Hydra overrides: group=choice or key=value, for instance experiment=demo train.steps=50"
 
 
@@ -66,6 +67,18 @@ def _warmstart(args: argparse.Namespace) -> int:
     config = compose(args.overrides)
     print(warmstart(config))
     return 0
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from sao.evals.job import evaluate_command
+
+    return evaluate_command(args.arguments)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from sao.runtime.export import export_command
+
+    return export_command(args.arguments)
 
 
 def _config(args: argparse.Namespace) -> int:
@@ -125,6 +138,10 @@ def parser() -> argparse.ArgumentParser:
     train = verb("train", _train, "train a policy", overrides=True)
     train.add_argument("-m", "--multirun", action="store_true", help="sweep: key=a,b runs every combination")
     verb("warmstart", _warmstart, "supervised start from an environment's demonstrations; cached", overrides=True)
+    evaluation = verb("eval", _eval, "evaluate a checkpoint of a run, or a Hugging Face directory, on held-out tasks")
+    evaluation.add_argument("arguments", nargs="*", metavar="key=value", help=EVAL_HELP)
+    export = verb("export", _export, "copy policy and critic of a checkpoint as plain Hugging Face directories")
+    export.add_argument("arguments", nargs="*", metavar="key=value", help="run=FOLDER to=FOLDER [checkpoint=final]")
     config = verb("config", _config, "print the resolved configuration", overrides=True)
     config.add_argument("--keys", action="store_true", help="list every key")
     verb("doctor", _doctor, "say what this machine can do and what is missing", overrides=True)

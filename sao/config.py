@@ -196,7 +196,10 @@ class RewardConfig:
 class EvalConfig:
     at_start: bool = False
     at_end: bool = False
+    every: int = 0  # versions between evaluations while training; 0: none
+    placement: str = "hold"  # hold: the next publication waits for an evaluation | replica: one engine leaves the training pool for it
     tasks: int = 256  # held-out tasks
+    samples: int = 1  # episodes per held-out task; 1 at temperature 0, where they would all be the same
     temperatures: list[float] = field(default_factory=lambda: [1.0, 0.0])
 
 

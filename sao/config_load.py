@@ -35,6 +35,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.overdue": ("wait", "drop"),
     "learner.device": ("auto", "cpu", "cuda"),
     "reward.mode": ("auto", "async", "process"),
+    "eval.placement": ("hold", "replica"),
     "logger.wandb": ("offline", "online", "disabled"),
     "logger.trajectories": ("all", "none"),
     "optim.policy.schedule": ("constant", "linear", "cosine"),
@@ -142,13 +143,50 @@ def _expand_alias(text: str) -> str:
     return f"{ALIASES[key]}={value}" if separator and key in ALIASES else text
 
 
-def compose(overrides: Sequence[str]) -> Config:
-    """Compose conf/ with `overrides` (Hydra syntax) into a typed, checked Config."""
+def compose(overrides: Sequence[str], *, training: bool = True) -> Config:
+    """Compose conf/ with `overrides` (Hydra syntax) into a typed, checked Config. `training` as for `check`."""
     overrides = [_expand_alias(text) for text in overrides]
     _precheck(overrides)
     config = _compose_raw(overrides)
-    check(config)
+    check(config, training=training)
     return config
+
+
+def overlay(config: Config, overrides: Sequence[str]) -> Config:
+    """A resolved configuration, such as a run's, with further overrides on top; unchecked.
+
+    `group=choice` comes before `key=value`, as in Hydra: `env=choice` replaces the section, another group's file is merged into its own.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    texts = [_expand_alias(text) for text in overrides]
+    _precheck(texts)
+    parsed = OverridesParser.create().parse_overrides(texts)
+    groups = _groups()
+    node = OmegaConf.structured(config)
+    try:
+        for override in sorted(parsed, key=lambda override: override.key_or_group.lstrip("+") not in groups):
+            key = override.key_or_group.lstrip("+")
+            if override.is_delete() or override.is_sweep_override():
+                raise ConfigError(
+                    f"{override.input_line!r} deletes or sweeps, which a configuration that is resolved already cannot; write {key}=VALUE"
+                )
+            if key == "env" and key in groups:
+                node.env = OmegaConf.structured(load_env(str(override.value())))
+            elif key in groups:
+                _refuse(
+                    not hasattr(config, key),
+                    f"{key}={override.value()} composes a whole configuration, and this one is resolved already; set single keys",
+                )
+                node = OmegaConf.merge(node, {key: OmegaConf.load(conf_dir() / key / f"{override.value()}.yaml")})
+            else:
+                OmegaConf.update(node, key, override.value(), force_add=True)
+        OmegaConf.resolve(node)
+        return cast(Config, OmegaConf.to_object(node))
+    except OmegaConfBaseException as error:
+        raise ConfigError(_one_sentence(error)) from None
 
 
 @functools.cache
@@ -231,16 +269,22 @@ def _refuse(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def check(config: Config) -> None:
-    """Refuse values out of range and combinations that contradict each other."""
+def check(config: Config, *, training: bool = True) -> None:
+    """Refuse values out of range and combinations that contradict each other.
+
+    training=False is for a configuration that only evaluates: any sampling the engine knows is allowed, and held-out tasks are enough.
+    """
     for key, choices in CHOICES.items():
         value = value_of(config, key)
         if value not in choices:
             close = difflib.get_close_matches(str(value), choices, n=1)
             raise ConfigError(f"{key}={value} is not one of {', '.join(choices)}" + (f"; did you mean {close[0]!r}?" if close else ""))
     _check_ranges(config)
-    _check_sampling(config)
-    _check_combinations(config)
+    if training:
+        _check_sampling(config)
+    else:
+        _check_evaluation_sampling(config)
+    _check_combinations(config, training)
 
 
 def _check_ranges(config: Config) -> None:
@@ -252,7 +296,7 @@ def _check_ranges(config: Config) -> None:
         "train.steps", "train.batch_size", "engine.replicas", "engine.max_num_seqs", "engine.threads", "engine.tensor_parallel_size", "engine.kv_cache_mb",
         "engine.start_timeout_s", "engine.request_timeout_s", "engine.canary_tolerance", "weights.publish_every", "rollout.workers", "rollout.time_limit_s",
         "rollout.max_turns", "rollout.max_turn_tokens", "rollout.max_tokens", "rollout.observation_limit", "data.max_prompt_chars", "learner.tokens_per_micro_batch",
-        "learner.threads", "learner.timeout_s", "reward.timeout_s", "reward.processes", "eval.tasks", "algo.eps_high", "algo.alpha", "critic.updates",
+        "learner.threads", "learner.timeout_s", "reward.timeout_s", "reward.processes", "eval.tasks", "eval.samples", "algo.eps_high", "algo.alpha", "critic.updates",
         "warmstart.steps", "warmstart.batch_size", "launcher.object_store_mb", "launcher.silence_s", "checkpoint.keep",
     )  # fmt: skip
     for key in positive:
@@ -261,6 +305,7 @@ def _check_ranges(config: Config) -> None:
         "rollout.staleness",
         "rollout.retries",
         "rollout.max_running",
+        "eval.every",
         "critic.critic_only_steps",
         "algo.kl_coef",
         "algo.entropy_coef",
@@ -320,7 +365,14 @@ def _check_sampling(config: Config) -> None:
     _refuse(sampling.min_p != 0.0, f"rollout.sampling.min_p={sampling.min_p} is refused for training: {why} (set 0.0)")
 
 
-def _check_combinations(config: Config) -> None:
+def _check_evaluation_sampling(config: Config) -> None:
+    sampling = config.rollout.sampling
+    _refuse(not 0 < sampling.top_p <= 1, f"rollout.sampling.top_p={sampling.top_p} must lie in (0, 1] (1 is off)")
+    _refuse(sampling.top_k < 0, f"rollout.sampling.top_k={sampling.top_k} must not be negative (0 is off)")
+    _refuse(not 0 <= sampling.min_p < 1, f"rollout.sampling.min_p={sampling.min_p} must lie in [0, 1) (0 is off)")
+
+
+def _check_combinations(config: Config, training: bool) -> None:
     rollout, every = config.rollout, config.weights.publish_every
     _refuse(
         rollout.rollouts_per_prompt != 1,
@@ -368,10 +420,19 @@ def _check_combinations(config: Config) -> None:
     _refuse(
         config.run.phase == "critic" and config.critic.path != "", "critic.path is set with run.phase=critic, which starts a fresh critic; empty it"
     )
+    _refuse(
+        training and config.eval.placement == "replica" and config.engine.replicas < 2,
+        f"eval.placement=replica takes one engine out of training and needs engine.replicas >= 2, which is {config.engine.replicas}; raise it or use hold",
+    )
+    _refuse(
+        config.run.phase == "critic" and config.eval.every > 0,
+        f"eval.every={config.eval.every} with run.phase=critic would evaluate a policy that never changes; set eval.at_start instead",
+    )
     if config.env.name == "single_turn" and not config.data.mixture:
+        paths = [config.data.path, config.env.data_path] + ([] if training else [config.data.eval_path, config.env.eval_path])
         _refuse(
-            not config.data.path and not config.env.data_path,
-            "env=single_turn needs tasks: set data.path to a .jsonl or .parquet file, a datasets directory or a hub id",
+            not any(paths),
+            f"env=single_turn needs tasks: set data.{'' if training else 'eval_'}path to a .jsonl or .parquet file, a datasets directory or a hub id",
         )
         reward = config.env.args.get("reward") or {}
         _refuse(
@@ -403,20 +464,11 @@ def from_yaml(path: Path) -> Config:
 
 def amend(config: Config, overrides: Sequence[str]) -> Config:
     """A checked copy of `config` with key=value overrides applied; groups cannot be chosen anew."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    overrides = [_expand_alias(text) for text in overrides]
     groups = _groups()
     for text in overrides:
         if text.split("=", 1)[0].lstrip("+~") in groups:
             raise ConfigError(f"{text!r} chooses a whole group, which a run that exists cannot; set single keys")
-    _precheck(overrides)
-    try:
-        node = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist([text.lstrip("+") for text in overrides]))
-        amended = cast(Config, OmegaConf.to_object(node))
-    except OmegaConfBaseException as error:
-        raise ConfigError(_one_sentence(error)) from None
+    amended = overlay(config, overrides)
     check(amended)
     return amended
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -92,6 +92,7 @@ class StepRow:
     learn_s: float
     publish_s: float
     seconds: float
+    held_s: float = 0.0  # how long its publication waited for an evaluation
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -132,6 +133,7 @@ class TrainingLoop:
         self._replay: Sequence[Sequence[Finished[Any]]] = ()
         self._checkpointed = 0
         self._stopping = False
+        self.after_publication: Callable[[int], Awaitable[None]] | None = None  # awaited with each published version before training goes on
 
     def hold(self, work: asyncio.Future[Any]) -> None:
         """The next publication waits for `work`, which needs the weights that are published now (an evaluation pinned to them)."""
@@ -141,6 +143,11 @@ class TrainingLoop:
         """End after the step that is being trained, with a checkpoint."""
         self._stopping = True
         self._signal()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run was asked to end early."""
+        return self._stopping
 
     @property
     def complete(self) -> bool:
@@ -243,11 +250,13 @@ class TrainingLoop:
             version_before = self.version
             report = await self._learn(batch, step)
             learned = time.monotonic()
+            held = 0.0
             if self.version > self.published_version and (self.version % self.config.weights.publish_every == 0 or self.complete):
-                await self._publish()
+                held = await self._publish()
             self._signal()
             done = time.monotonic()
-            self.observer.step(StepRow(step, report, batch, version_before, got_batch - started, learned - got_batch, done - learned, done - started))
+            times = got_batch - started, learned - got_batch, done - learned - held, done - started
+            self.observer.step(StepRow(step, report, batch, version_before, *times, held_s=held))
             if self.batches_done - self._checkpointed >= self.config.checkpoint.every > 0:
                 await self._checkpoint()
 
@@ -292,16 +301,21 @@ class TrainingLoop:
         if not self.version <= report.version <= most:
             raise LearnerFailure(f"the learner reports version {report.version} after step {step}, which started at {self.version} and allows {most}")
 
-    async def _publish(self) -> None:
+    async def _publish(self) -> float:
+        """Give the engines the newest weights. Returns the seconds that an evaluation of the old ones held it up."""
+        started, held = time.monotonic(), 0.0
         if self._holds:
             await asyncio.gather(*self._holds, return_exceptions=True)  # whoever started them hears of their failures
             self._holds.clear()
-        started = time.monotonic()
+            held = time.monotonic() - started
         weights = await self.learner.gather()
         reports = await self.engines.publish(weights, self.version)
         self.published_version = self.version
         self.ledger.published()
-        self.observer.publication(self.version, reports, time.monotonic() - started)
+        self.observer.publication(self.version, reports, time.monotonic() - started - held)
+        if self.after_publication is not None:
+            await self.after_publication(self.version)
+        return held
 
     # ------------------------------------------------------------------ going on after a crash
 

@@ -27,6 +27,7 @@ class RunObserver:
     """One per run, in the driver's event loop."""
 
     def __init__(self, folder: RunFolder, config: Config, started: float) -> None:
+        self.folder = folder
         self.config = config
         self.started = started
         critic_only = config.run.phase == "critic"
@@ -41,6 +42,7 @@ class RunObserver:
         self._engine_history: list[tuple[float, Sequence[EngineSnapshot]]] = []
         self._first_update: float | None = None
         self._publications = 0
+        self._missed = 0
 
     def attach(self, loop: TrainingLoop) -> None:
         self.loop = loop
@@ -59,6 +61,7 @@ class RunObserver:
             "timing_s/wait_for_batch": row.wait_s,
             "timing_s/learn": row.learn_s,
             "timing_s/publish": row.publish_s,
+            "timing_s/held_by_eval": row.held_s,
             "timing_s/step": row.seconds,
             "perf/learner_idle_share": row.wait_s / row.seconds if row.seconds > 0 else 0.0,
             "perf/trained_tokens_per_s": sum(meta.action_tokens for meta in metas) / max(row.seconds, 1e-9),
@@ -129,18 +132,28 @@ class RunObserver:
     # ------------------------------------------------------------------ called by the command
 
     def evaluation(self, result: EvalResult) -> None:
+        """A held-out result: a line of eval.jsonl, `eval/<name>_t<temperature>/...` over versions, the log and the screen."""
         record = result.record()
+        self.folder.append_json("eval.jsonl", record)
         name = f"{result.eval}_t{result.temperature:g}"
-        self.metrics.log(
-            "eval",
-            result.version,
-            {f"eval/{name}/{key}": float(record[key]) for key in ("mean", "low", "high", "n", "truncated", "failed", "seconds")},
+        values = {f"eval/{name}/{key}": float(record[key]) for key in ("mean", "low", "high", "n", "truncated", "failed", "seconds")}
+        if result.k > 1:
+            values |= {f"eval/{name}/pass_at_{k}": value for k, value in result.pass_at().items()}
+        self.metrics.log("eval", result.version, values)
+        text = (
+            f"held-out {result.eval}, version {result.version}, temperature {result.temperature:g}: "
+            f"{result.mean:.3f} [{result.low:.3f}, {result.high:.3f}] over {len(result.problems)} tasks"
         )
-        text = f"held-out {result.eval}, temperature {result.temperature:g}: {result.mean:.3f} [{result.low:.3f}, {result.high:.3f}] over {result.n} tasks"
         self.log.info(text)
         self.progress.log(text)
         if result.temperature > 0:
             self.progress.update(**{f"accuracy_{result.eval}": result.mean} if result.eval in ("before", "after") else {})
+
+    def evaluation_missed(self, name: str, version: int, why: str) -> None:
+        self._missed += 1
+        self.metrics.log("eval", version, {"eval/missed": float(self._missed)})
+        self.log.warning("evaluation %s of version %d is missing: %s", name, version, why)
+        self.progress.log(f"evaluation {name} of version {version} is missing: {why}")
 
     def close(self) -> None:
         self.metrics.close()

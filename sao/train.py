@@ -13,7 +13,8 @@ from sao.config import Config
 from sao.config_load import environments, to_yaml
 from sao.environment import Task
 from sao.errors import ConfigError, SaoError, SystemFailure
-from sao.evals.heldout import EvalResult, evaluate
+from sao.evals.schedule import Evaluations
+from sao.inference.pool import EnginePool
 from sao.loop import TrainingLoop
 from sao.observer import RunObserver
 from sao.report.html import write_report
@@ -22,7 +23,7 @@ from sao.runtime import sweeper
 from sao.runtime.cluster import Cluster
 from sao.runtime.models import check_tokenizer, facts, prepare
 from sao.runtime.plan import check_plan, machine, make_plan
-from sao.runtime.remote import RemoteLearner
+from sao.runtime.remote import RemoteLearner, RemoteWorkers
 from sao.runtime.run_folder import RunFolder, choose
 from sao.runtime.run_store import RunCheckpointer, RunStore
 from sao.tasks.source import TaskSource, build_held_out, build_source, check_arguments
@@ -81,7 +82,7 @@ class Job:
         self.model_path, self.folder, self.observer = model_path, folder, observer
         self.store = RunStore(folder.path, config.checkpoint.keep, keep_all=config.logger.trajectories == "all")
         self.stopped = False
-        self.evaluations: list[asyncio.Task[None]] = []
+        self.evaluations: Evaluations | None = None
 
     async def run(self) -> None:
         config, folder, observer = self.config, self.folder, self.observer
@@ -95,7 +96,7 @@ class Job:
                 await self._go_back(loop, learner)
             with _stop_on_signals(self._stop, loop):
                 watcher = asyncio.create_task(cluster.watch(observer.engines))
-                work = asyncio.create_task(self._work(loop))
+                work = asyncio.create_task(self._work(loop, engines, workers))
                 try:
                     done, _ = await asyncio.wait({watcher, work}, return_when=asyncio.FIRST_COMPLETED)
                     for task in done:
@@ -127,35 +128,20 @@ class Job:
         self.observer.phase("stopping after this step; once more ends at once")
         self.stopped = True
         loop.stop()
-        for evaluation in self.evaluations:
-            evaluation.cancel()
+        if self.evaluations is not None:
+            self.evaluations.stop()
 
-    async def _work(self, loop: TrainingLoop) -> None:
+    async def _work(self, loop: TrainingLoop, engines: EnginePool, workers: RemoteWorkers) -> None:
         config = self.config
         async with asyncio.TaskGroup() as group:
-            if config.eval.at_start and not self.folder.incarnation:
-                self.evaluations.append(group.create_task(self._evaluate("before", loop)))
-                loop.hold(self.evaluations[-1])
+            self.evaluations = Evaluations(config, loop, engines, workers, self.held_out, self.observer, group)
             self.observer.phase("training")
+            if config.eval.at_start and not self.folder.incarnation:
+                await self.evaluations.begin("before")
+            loop.after_publication = self.evaluations.published
             await loop.run()
             if config.eval.at_end and loop.complete and not self.stopped:
-                self.evaluations.append(group.create_task(self._evaluate("after", loop)))
-
-    async def _evaluate(self, name: str, loop: TrainingLoop) -> None:
-        config = self.config
-        for temperature in config.eval.temperatures:
-            self.observer.phase(f"evaluation {name}, {len(self.held_out)} held-out tasks at temperature {temperature:g}")
-            result: EvalResult = await evaluate(
-                loop.workers,
-                self.held_out,
-                name=name,
-                version=loop.published_version,
-                temperature=temperature,
-                concurrency=config.engine.max_num_seqs * config.engine.replicas,
-                seed=config.seed,
-            )
-            self.folder.append_json("eval.jsonl", result.record())
-            self.observer.evaluation(result)
+                await self.evaluations.finish("after")
 
 
 @contextlib.contextmanager
@@ -181,11 +167,11 @@ def _stop_on_signals(stop: Callable[[TrainingLoop], None], loop: TrainingLoop) -
 
 
 def _held_out(config: Config) -> list[Task]:
-    if not (config.eval.at_start or config.eval.at_end):
+    if not (config.eval.at_start or config.eval.at_end or config.eval.every):
         return []
     tasks = build_held_out(config, environments(config))
     if not tasks:
-        raise ConfigError("eval.at_start or eval.at_end is on, but there are no held-out tasks; set data.eval_path or turn both off")
+        raise ConfigError("eval.at_start, eval.at_end or eval.every is on, but there are no held-out tasks; set data.eval_path or turn them off")
     return tasks
 
 

@@ -5,19 +5,35 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from sao.environment import Task
+from sao.errors import EnvironmentFailure
+from sao.evals.estimators import bootstrap_interval, pass_at_k
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest, EpisodeRunner
-from sao.trajectory import EpisodeId
+from sao.trajectory import EpisodeId, TrajectoryMeta
+
+SOLVED = 1.0  # the reward from which a sample counts as correct in pass@k
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One task and the rewards of its samples that finished, in the order they were asked for."""
+
+    task_id: str
+    rewards: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Mean reward over tasks with a 95 % bootstrap interval. Failed episodes are counted and left out of the mean; truncated ones count with their reward."""
+    """Mean reward over problems with a 95 % bootstrap interval over problems.
+
+    k samples were asked for per problem; `n` episodes finished, and the mean is over the `problems` with at least one. Failed episodes are
+    counted and left out of the mean; truncated ones count with their reward.
+    """
 
     eval: str
     env: str
@@ -31,41 +47,76 @@ class EvalResult:
     failed: int
     tokens: int
     seconds: float
+    k: int = 1
+    problems: tuple[Problem, ...] = field(default=(), repr=False)
+
+    @property
+    def truncated_share(self) -> float:
+        return self.truncated / self.n
+
+    def pass_at(self) -> dict[int, float]:
+        """pass@j for j = 1, 2, 4, ... and k: the mean over the problems that have j finished samples. A reward of at least 1 is a pass."""
+        sizes = sorted({*(2**i for i in range(self.k.bit_length())), self.k})
+        result = {}
+        for size in sizes:
+            counts = [(len(p.rewards), sum(r >= SOLVED for r in p.rewards)) for p in self.problems if len(p.rewards) >= size]
+            if counts:
+                result[size] = float(np.mean([pass_at_k(n, c, size) for n, c in counts]))
+        return result
 
     def record(self) -> dict[str, Any]:
-        return asdict(self)
+        """The figures, JSON-compatible, without the per-problem rewards."""
+        return {name: value for name, value in asdict(self).items() if name != "problems"}
+
+    def table(self) -> list[dict[str, Any]]:
+        """Per problem: its id, and the rewards of its samples."""
+        return [{"task_id": problem.task_id, "rewards": list(problem.rewards)} for problem in self.problems]
 
 
 async def evaluate(
-    runner: EpisodeRunner, tasks: Sequence[Task], *, name: str, version: int, temperature: float, concurrency: int, seed: int = 0
+    runner: EpisodeRunner,
+    tasks: Sequence[Task],
+    *,
+    name: str,
+    version: int,
+    temperature: float,
+    concurrency: int,
+    seed: int = 0,
+    samples_per_task: int = 1,
 ) -> EvalResult:
-    """One episode per task at `temperature`, at most `concurrency` at once. Raises ValueError when every episode failed."""
+    """`samples_per_task` episodes per task at `temperature`, at most `concurrency` at once. Raises EnvironmentFailure when every one failed.
+
+    Episodes carry ordinals of their own and purpose `eval`: nothing here is known to the training ledger.
+    """
     started = time.monotonic()
     gate = asyncio.Semaphore(concurrency)
 
-    async def one(index: int, task: Task) -> Any:
+    async def one(ordinal: int) -> TrajectoryMeta | EpisodeFailure:
         async with gate:
-            request = EpisodeRequest(EpisodeId(index), task, version, purpose="eval", temperature=temperature, pinned=True)
-            return await runner.run(request)
+            task = tasks[ordinal // samples_per_task]
+            outcome = await runner.run(EpisodeRequest(EpisodeId(ordinal), task, version, purpose="eval", temperature=temperature, pinned=True))
+        # The trajectory itself is let go here: thousands of them would fill the object store.
+        return outcome if isinstance(outcome, EpisodeFailure) else outcome.meta
 
-    outcomes = await asyncio.gather(*(one(index, task) for index, task in enumerate(tasks)))
-    finished = [outcome.meta for outcome in outcomes if not isinstance(outcome, EpisodeFailure)]
+    outcomes = await asyncio.gather(*(one(ordinal) for ordinal in range(len(tasks) * samples_per_task)))
+    finished = [outcome for outcome in outcomes if isinstance(outcome, TrajectoryMeta)]
     failures = [outcome for outcome in outcomes if isinstance(outcome, EpisodeFailure)]
     if not finished:
-        from sao.errors import EnvironmentFailure
-
         raise EnvironmentFailure(
             f"evaluation {name}: all {len(failures)} episodes failed, the last with {failures[-1].reason}: {failures[-1].message}"
         )
-    rewards = np.array([meta.reward for meta in finished], dtype=np.float64)
-    low, high = bootstrap_interval(rewards, seed=seed)
-    environments = sorted({task.environment for task in tasks})
+    problems = []
+    for index, task in enumerate(tasks):
+        samples = outcomes[index * samples_per_task : (index + 1) * samples_per_task]
+        problems.append(Problem(task.task_id, tuple(sample.reward for sample in samples if isinstance(sample, TrajectoryMeta))))
+    means = np.array([np.mean(problem.rewards) for problem in problems if problem.rewards], dtype=np.float64)
+    low, high = bootstrap_interval(means, seed=seed)
     return EvalResult(
         eval=name,
-        env="+".join(environments),
+        env="+".join(sorted({task.environment for task in tasks})),
         version=version,
         temperature=temperature,
-        mean=float(rewards.mean()),
+        mean=float(means.mean()),
         low=low,
         high=high,
         n=len(finished),
@@ -73,14 +124,6 @@ async def evaluate(
         failed=len(failures),
         tokens=sum(meta.sampled_tokens for meta in finished),
         seconds=time.monotonic() - started,
+        k=samples_per_task,
+        problems=tuple(problems),
     )
-
-
-def bootstrap_interval(values: np.ndarray[Any, Any], *, seed: int, draws: int = 2000, level: float = 0.95) -> tuple[float, float]:
-    """Percentile bootstrap of the mean over the first axis; the values themselves when there is only one."""
-    if len(values) < 2:
-        return float(values.min()), float(values.max())
-    rng = np.random.default_rng(seed)
-    means = rng.choice(values, size=(draws, len(values))).mean(axis=1)
-    tail = (1 - level) / 2
-    return float(np.quantile(means, tail)), float(np.quantile(means, 1 - tail))

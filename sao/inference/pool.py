@@ -4,8 +4,9 @@ Plain asyncio; it knows neither Ray nor vLLM. An engine is reached through an `E
 handle turns the death of its actor into an EngineFailure). Invariants:
 
 - a turn never gets more tokens than its budget, over however many calls and engines it is spread;
-- an engine in the pool has the pool's version, or is in the middle of the publication that brings it;
-- one writer (publication, join, drain, wake) at a time.
+- an engine in the pool that is not lent has the pool's version, or is in the middle of the publication that brings it;
+- one writer (publication, join, drain, wake, lend, restore) at a time;
+- a lent engine keeps the weights it was lent with, serves evaluation and nothing else, and publications pass it by.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 from sao.errors import EngineFailure, PublishFailure, SystemFailure
 from sao.inference.failures import GenerationLost, RequestRefused
 from sao.inference.protocol import Canary, Engine, EngineSnapshot, GenerateRequest, Generation, PublishReport
+from sao.trajectory import Purpose
 
 
 class EngineHandle(Protocol):
@@ -149,6 +151,7 @@ class _Member:
     requests: int = 0
     tokens: int = 0
     draining: bool = False
+    lent: bool = False
 
 
 @dataclass(eq=False)
@@ -257,11 +260,14 @@ class EnginePool:
             self.counters.continued += 1
             avoid = member.handle.name
 
-    def _open(self) -> list[_Member]:
-        return [member for member in self._members.values() if not member.draining]
+    def _open(self, purpose: Purpose) -> list[_Member]:
+        """Who may serve: a lent engine evaluation alone; the others training, and evaluation while none is lent."""
+        members = [member for member in self._members.values() if not member.draining]
+        lent = [member for member in members if member.lent]
+        return lent if purpose == "eval" and lent else [member for member in members if not member.lent]
 
     async def _choose(self, request: GenerateRequest, avoid: str) -> _Member:
-        while not (members := self._open()):
+        while not (members := self._open(request.purpose)):
             self._arrival.clear()
             try:
                 await asyncio.wait_for(self._arrival.wait(), self._wait_s)
@@ -306,9 +312,14 @@ class EnginePool:
         if self._members.get(member.handle.name) is member:
             self.remove(member.handle.name, str(failure))
 
-    def admit(self, handle: EngineHandle) -> None:
-        """Take in an engine that somebody else has brought up to date, in the place of an earlier one of its name."""
-        self._members[handle.name] = _Member(handle)
+    @property
+    def lent(self) -> tuple[str, ...]:
+        """Engines that are lent."""
+        return tuple(name for name, member in self._members.items() if member.lent)
+
+    def admit(self, handle: EngineHandle, *, lent: bool = False) -> None:
+        """Take in an engine that somebody else has brought up to date (or lent), in the place of an earlier one of its name."""
+        self._members[handle.name] = _Member(handle, lent=lent)
         self._router.forget(handle.name)
         self._arrival.set()
 
@@ -342,10 +353,35 @@ class EnginePool:
             member.draining = False
             self._arrival.set()
 
+    async def lend(self, name: str) -> None:
+        """Take an engine out of training: requests that run there end there, later ones go elsewhere. Nothing happens when it is not in the pool."""
+        async with self._writer:
+            member = self._members.get(name)
+            if member is not None:
+                member.lent = True
+                self._router.forget(name)
+
+    async def restore(self, name: str) -> None:
+        """Bring a lent engine back into training, with the current weights. Nothing happens when it has left or been replaced meanwhile."""
+        async with self._writer:
+            member = self._members.get(name)
+            if member is None or not member.lent:
+                return
+            if self._current is not None:
+                bundle, canary = self._current
+                try:
+                    await self._bounded_publish(member.handle, bundle, self.version, canary)
+                except SystemFailure as failure:
+                    self._expel(member, failure)
+                    return
+            member.lent = False
+            self._router.forget(name)
+            self._arrival.set()
+
     # -- weights ----------------------------------------------------------------------------------------------------------------------
 
     async def publish(self, bundle: Any, version: int, canary: Canary | None = None, gather_s: float = 0.0) -> list[PublishReport]:
-        """Push to every live engine at once; complete when each acknowledged. One that fails leaves the pool.
+        """Push to every live engine that is not lent at once; complete when each acknowledged. One that fails leaves the pool.
 
         The weights are kept until the next publication, for engines that join. With no engine left the publication is complete when one has joined
         with them; PublishFailure when none does within `wait_s`.
@@ -353,7 +389,7 @@ class EnginePool:
         async with self._writer:
             if version < self.version:
                 raise PublishFailure(f"the pool has version {self.version}; version {version} is older")
-            members = list(self._members.values())
+            members = [member for member in self._members.values() if not member.lent]
             results = await asyncio.gather(
                 *(self._bounded_publish(member.handle, bundle, version, canary) for member in members), return_exceptions=True
             )

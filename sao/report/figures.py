@@ -138,6 +138,8 @@ def _staleness(run: RunData) -> str:
 
 def _step_time(run: RunData) -> str:
     known = {"timing_s/wait_for_batch": ("waiting for a batch", "c6"), "timing_s/learn": ("learning", "c1"), "timing_s/publish": ("publishing", "c3")}
+    if any(run.series("timing_s/held_by_eval")[1]):
+        known["timing_s/held_by_eval"] = ("held by an evaluation", "c4")
     series = [Series(label, *run.series(name), color, "stack") for name, (label, color) in known.items()]
     return line_chart("Where a step's time goes", series, note="seconds of the learner's step")
 

@@ -140,7 +140,7 @@ def _cards(run: RunData) -> str:
 def _accuracy(run: RunData, title: str, wanted: Callable[[float], bool], color: str) -> str:
     chosen = [r for r in run.evals if isinstance(r.get("mean"), int | float) and wanted(float(r.get("temperature", 1)))]
     if not chosen:
-        return _card(title, "–", "no evaluation was run (eval.at_start, eval.at_end)", "big")
+        return _card(title, "–", "no evaluation was run (eval.at_start, eval.at_end, eval.every)", "big")
     chosen.sort(key=lambda r: r.get("version", 0))
     first, last = chosen[0], chosen[-1]
     rows = [(r, "c6" if r is first and len(chosen) > 1 else color) for r in ([first, last] if len(chosen) > 1 else [first])]

@@ -112,14 +112,17 @@ class WorkerActor:
     """Runs many episodes at once on one event loop."""
 
     def __init__(
-        self, name: str, model_path: str, config: Config, env_configs: Sequence[EnvConfig], engines: Mapping[str, Any], run_dir: str
+        self, name: str, model_path: str, config: Config, env_configs: Sequence[EnvConfig], engines: Mapping[str, tuple[Any, bool]], run_dir: str
     ) -> None:
+        """engines: each with its actor and whether it is lent to an evaluation."""
         _set_up(name, run_dir, thread_environment(1))
         from sao.rollout.worker import EpisodeWorker
         from sao.runtime.remote import RemoteEngine
 
         self.handle = lambda engine, actor: RemoteEngine(engine, actor, config.engine.request_timeout_s)
-        self.worker = EpisodeWorker(config, env_configs, model_path, [self.handle(*engine) for engine in engines.items()])
+        self.worker = EpisodeWorker(config, env_configs, model_path, [])
+        for engine, (actor, lent) in engines.items():
+            self.worker.pool.admit(self.handle(engine, actor), lent=lent)
 
     async def ready(self) -> dict[str, Any]:
         return identity()
@@ -127,12 +130,18 @@ class WorkerActor:
     async def ping(self) -> None:
         """Answers while the process lives and its event loop turns."""
 
-    async def admit(self, name: str, engine: Any) -> None:
+    async def admit(self, name: str, engine: Any, lent: bool) -> None:
         """An engine was replaced: send requests to the new actor."""
-        self.worker.pool.admit(self.handle(name, engine))
+        self.worker.pool.admit(self.handle(name, engine), lent=lent)
 
     async def run(self, request: EpisodeRequest) -> tuple[Finished[None] | EpisodeFailure, Trajectory | None]:
         return await self.worker.run(request)
+
+    async def lend(self, engine: str) -> None:
+        await self.worker.pool.lend(engine)
+
+    async def restore(self, engine: str) -> None:
+        await self.worker.pool.restore(engine)
 
     async def close(self) -> None:
         await self.worker.close()

@@ -33,7 +33,7 @@ CONCURRENCY = 4096  # calls an async actor holds at once
 class Cluster:
     """The actors of one run. Use as `async with Cluster(...) as cluster`; leaving it ends every actor it started.
 
-    incarnation: how often this run has been resumed. on_event: hears in one line of every actor that is lost and of every one that is back.
+    learner: an evaluation needs none. incarnation: how often this run has been resumed. on_event: hears in one line of every actor that is lost and of every one that is back.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Cluster:
         model_path: str,
         run_dir: Path,
         *,
+        learner: bool = True,
         incarnation: int = 0,
         on_event: Callable[[str], None] = print,
     ) -> None:
@@ -50,6 +51,7 @@ class Cluster:
         self.env_configs = list(env_configs)
         self.model_path = model_path
         self.run_dir = run_dir
+        self.with_learner = learner
         self.actors: dict[str, Any] = {}
         self.identities: dict[str, Any] = {}
         self.replaced: Counter[str] = Counter()
@@ -134,7 +136,7 @@ class Cluster:
 
         config = self.config
         self._gpus = gpu_shares(config, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
-        names = [f"engine-{index}" for index in range(config.engine.replicas)] + ["learner"]
+        names = [f"engine-{index}" for index in range(config.engine.replicas)] + ["learner"] * self.with_learner
         for name in [*names, *(f"worker-{index}" for index in range(config.rollout.workers))]:
             self.actors[name] = self._start(name)
 
@@ -151,7 +153,7 @@ class Cluster:
         if kind == "learner":
             learner = ray.remote(concurrency_groups={"control": 1})(LearnerActor).options(**options, num_gpus=self._gpus.learner)
             return learner.remote(name, self.model_path, config, run_dir)
-        engines = {engine: actor for engine, actor in self.actors.items() if engine.startswith("engine-")}
+        engines = {engine: (actor, self._is_lent(engine)) for engine, actor in self.actors.items() if engine.startswith("engine-")}
         worker = ray.remote(WorkerActor).options(**options, max_concurrency=CONCURRENCY)
         return worker.remote(name, self.model_path, config, self.env_configs, engines, run_dir)
 
@@ -272,7 +274,11 @@ class Cluster:
     async def _tell(self, worker: str, engine: str) -> None:
         """A worker that cannot hear it is dead or about to be found silent; its replacement is told of every engine when it starts."""
         with contextlib.suppress(WorkerFailure):
-            await call(self.actors[worker].admit.remote(engine, self.actors[engine]), worker, WorkerFailure, self.config.launcher.silence_s)
+            admitted = self.actors[worker].admit.remote(engine, self.actors[engine], self._is_lent(engine))
+            await call(admitted, worker, WorkerFailure, self.config.launcher.silence_s)
+
+    def _is_lent(self, engine: str) -> bool:
+        return self.pool is not None and engine in self.pool.lent
 
     def _give_up_if_hopeless(self, name: str, reason: str) -> None:
         lived = time.monotonic() - self._born.get(name, self._began)

@@ -86,7 +86,8 @@ def machine() -> Machine:
     return Machine(len(os.sched_getaffinity(0)), memory.total // MB, memory.available // MB, len(gpus))
 
 
-def make_plan(config: Config, model: ModelFacts, here: Machine) -> Plan:
+def make_plan(config: Config, model: ModelFacts, here: Machine, *, training: bool = True) -> Plan:
+    """training=False: an evaluation, which has no learner."""
     parameters = model.parameters
     engine_weights = parameters * BYTES[config.engine.dtype] // MB
     on_gpu = here.gpus > 0 and config.learner.device != "cpu"
@@ -98,7 +99,8 @@ def make_plan(config: Config, model: ModelFacts, here: Machine) -> Plan:
     for index in range(config.engine.replicas):
         what = f"vLLM {config.engine.dtype}, {kv or 'GPU'} MB KV" if kv else f"vLLM {config.engine.dtype} on GPU"
         actors.append(PlannedActor(f"engine-{index}", ENGINE_BASE_MB + 2 * engine_weights + kv, config.engine.threads, what))
-    actors.append(PlannedActor("learner", learner, config.learner.threads, f"policy and critic, {parameters / 1e6:.2f} M parameters each"))
+    if training:
+        actors.append(PlannedActor("learner", learner, config.learner.threads, f"policy and critic, {parameters / 1e6:.2f} M parameters each"))
     actors += [PlannedActor(f"worker-{i}", WORKER_BASE_MB, 1, "episodes") for i in range(config.rollout.workers)]
     return Plan(actors, here)
 
@@ -112,13 +114,14 @@ def check_plan(config: Config, plan: Plan, model: ModelFacts) -> None:
             f"the plan needs {plan.memory_mb} MB and this machine has {here.available_mb} MB available: {largest.name} alone takes {largest.memory_mb} MB; "
             "lower engine.kv_cache_mb, engine.replicas or learner.tokens_per_micro_batch, or choose a smaller model"
         )
-    threads = config.engine.replicas * config.engine.threads + config.learner.threads
+    training = any(actor.name == "learner" for actor in plan.actors)
+    threads = config.engine.replicas * config.engine.threads + training * config.learner.threads
     if not here.gpus and threads > here.cores:
         raise ConfigError(
             f"engines and learner want {threads} threads and this machine has {here.cores} cores: spinning threads would starve each other; "
             "lower engine.replicas, engine.threads or learner.threads"
         )
-    _check_gpus(config, here)
+    _check_gpus(config, here, training)
     for pattern in config.critic.freeze:
         frozen = [name for name in model.names if re.search(pattern, name)]
         if model.names and len(frozen) in (0, len(model.names)):
@@ -136,7 +139,7 @@ def check_plan(config: Config, plan: Plan, model: ModelFacts) -> None:
         )
 
 
-def _check_gpus(config: Config, here: Machine) -> None:
+def _check_gpus(config: Config, here: Machine, training: bool) -> None:
     """Engines and learner together must fit this machine's GPUs; a cluster's are Ray's to count."""
     if config.launcher.ray_address:
         return
@@ -145,7 +148,7 @@ def _check_gpus(config: Config, here: Machine) -> None:
     if config.engine.tensor_parallel_size > 1 and not here.gpus:
         raise ConfigError(f"engine.tensor_parallel_size={config.engine.tensor_parallel_size} and this machine has no GPU; set 1")
     shares = gpu_shares(config, has_gpus=here.gpus > 0)
-    wanted = config.engine.replicas * shares.engine + shares.learner
+    wanted = config.engine.replicas * shares.engine + training * shares.learner
     if wanted > here.gpus + 1e-6:
         raise ConfigError(
             f"engines and learner want {wanted:.1f} GPUs and this machine has {here.gpus}; lower engine.replicas, engine.tensor_parallel_size or engine.gpu_memory_utilization"

@@ -183,3 +183,18 @@ class RemoteWorkers:
             finally:
                 self.running[name] -= 1
             return Finished(outcome.meta, trajectory_ref) if isinstance(outcome, Finished) else outcome
+
+    async def lend(self, engine: str) -> None:
+        """No worker sends a training request to `engine` once this returns; evaluation goes there alone."""
+        await self._tell("lend", engine)
+
+    async def restore(self, engine: str) -> None:
+        await self._tell("restore", engine)
+
+    async def _tell(self, method: str, engine: str) -> None:
+        """A worker that is lost routes nothing any more; its replacement is told what is lent when it starts."""
+        actors = {name: self.cluster.actors[name] for name in self.running}
+        calls = [call(getattr(actor, method).remote(engine), name, WorkerFailure, self.timeout_s) for name, actor in actors.items()]
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not (isinstance(outcome, WorkerFailure) and outcome.lost):
+                raise outcome

@@ -31,7 +31,7 @@ def alive(pids: list[int]) -> list[int]:
 def trained(tmp_path_factory) -> Path:
     """One small run of the demo, shared by the tests that look at its folder."""
     root = tmp_path_factory.mktemp("project")
-    done = sao("train", *SMALL, "run.dir=run", f"warmstart.cache_dir={root}/cache", cwd=root)
+    done = sao("train", *SMALL, "eval.every=2", "run.dir=run", f"warmstart.cache_dir={root}/cache", cwd=root)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warm start" in done.stdout and "held-out after" in done.stdout
     return root / "run"
@@ -104,6 +104,63 @@ def test_inspect_and_report_read_it(trained):
     assert shown.returncode == 0 and "calculator" in shown.stdout, shown.stderr
     assert sao("report", str(trained), cwd=trained.parent).returncode == 0
     assert sao("inspect", str(trained.parent), cwd=trained.parent).returncode == 2
+
+
+def evaluations(run: Path) -> list[tuple[str, int, float]]:
+    return [(r["eval"], r["version"], r["temperature"]) for r in map(json.loads, (run / "eval.jsonl").read_text().splitlines())]
+
+
+def test_a_run_evaluates_before_while_and_after_it_trains(trained):
+    """The last version is a multiple of eval.every too; the evaluation after training has it."""
+    assert evaluations(trained) == [(name, version, t) for name, version in (("before", 0), ("during", 2), ("after", 4)) for t in (1.0, 0.0)]
+    assert [r["step"] for r in rows(trained, "eval") if "eval/during_t1/mean" in r] == [2]
+    held = [r["timing_s/held_by_eval"] for r in rows(trained, "train")]
+    assert held[0] == held[2] == 0.0 and held[1] > 0  # step 0 fits the critic; step 1 publishes version 1, which waits for `before`
+
+
+def test_a_checkpoint_is_evaluated_and_exported(trained):
+    """Greedy answers of the checkpoint are those of the weights that were in the engine when the run ended."""
+    ledger = (trained / "ledger.json").read_bytes()
+    done = sao("eval", f"run={trained}", "n=2", "tasks=8", "temperature=0", cwd=trained.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mean@2" in done.stdout
+    result = json.loads((trained / "evals/final-calculator-t0-n2.json").read_text())
+    after = json.loads((trained / "eval.jsonl").read_text().splitlines()[-1])
+    assert (after["eval"], after["temperature"]) == ("after", 0.0) and result["mean"] == after["mean"]
+    assert result["episodes"] == 16 and [len(p["rewards"]) for p in result["problems"]] == [2] * 8
+    actors = json.loads((trained / "evals/final-calculator-t0-n2/actors.json").read_text())
+    assert set(actors) == {"driver", "engine-0", "worker-0"}
+    assert not alive([entry["pid"] for entry in actors.values()])
+    assert (trained / "ledger.json").read_bytes() == ledger
+
+    done = sao("export", f"run={trained}", "to=exported", cwd=trained.parent)
+    assert done.returncode == 0, done.stderr
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoModelForCausalLM.from_pretrained(trained.parent / "exported/policy")
+    AutoTokenizer.from_pretrained(trained.parent / "exported/policy")
+    assert (trained.parent / "exported/critic").is_dir()
+
+
+def test_a_lent_replica_evaluates_while_the_other_trains(trained, tmp_path):
+    """Two engines on two cores are more than the plan allows, and enough for a test."""
+    command = [
+        *SMALL, "engine.replicas=2", "eval.placement=replica", "eval.every=2", "eval.at_end=false", "eval.temperatures=[1.0]", "run.dir=run",
+        f"warmstart.cache_dir={trained.parent}/cache",
+    ]  # fmt: skip
+    code = "import sys, sao.train, sao.cli; sao.train.check_plan = lambda *_: None; sys.exit(sao.cli.main(['train', *sys.argv[1:]]))"
+    done = subprocess.run([sys.executable, "-c", code, *command], cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "run"
+    missed = [r["step"] for r in rows(run, "eval") if "eval/missed" in r]
+    evaluated = [version for _, version, _ in evaluations(run)]
+    assert evaluated[0] == 0 and sorted(evaluated + missed) == [0, 2, 4]
+    assert all(r["failed"] == 0 for r in map(json.loads, (run / "eval.jsonl").read_text().splitlines()))
+    assert all(r["timing_s/held_by_eval"] == 0.0 for r in rows(run, "train"))
+    assert min(r["publish/engines"] for r in rows(run, "publish")) == 1  # a publication passed the lent engine by
+    assert rows(run, "engine")[-1]["engine/aborted_requests"] == 0
+    assert json.loads((run / "ledger.json").read_text())["closes"]
+    assert max(r["off_policy/staleness_max"] for r in rows(run, "train")) <= 2
 
 
 def test_a_sweep_runs_every_combination(trained, tmp_path):

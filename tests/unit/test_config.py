@@ -11,7 +11,7 @@ import pytest
 
 import sao
 from sao.config import Config
-from sao.config_load import CHOICES, compose, expand_sweep, from_yaml, leaf_keys, to_yaml, value_of
+from sao.config_load import CHOICES, compose, expand_sweep, from_yaml, leaf_keys, overlay, to_yaml, value_of
 from sao.errors import ConfigError
 
 BASE = ["model.path=/models/x", "data.path=tasks.jsonl", "reward.function=pkg.mod:fn"]
@@ -51,6 +51,11 @@ SOURCE = Path(sao.__file__).parent
         (["rollout.time_limit_s=inf"], "not a finite number"),
         (["rollout.sampling.temperature=0.005"], "no engine samples at"),
         (["eval.temperatures=[0.001]"], "eval.temperatures"),
+        (["eval.every=-1"], "eval.every=-1 must not be negative"),
+        (["eval.samples=0"], "eval.samples=0 must be above 0"),
+        (["eval.placement=both"], "eval.placement=both"),
+        (["eval.placement=replica"], "engine.replicas >= 2"),
+        (["eval.every=5", "run.phase=critic"], "eval.every=5 with run.phase=critic"),
         (["engine.request_timeout_s=10"], "engine.request_timeout_s=10"),
         (["reward.timeout_s=60"], "reward.timeout_s=60"),
         (["algo.skip_observation=false", "algo.value_level=step_mean"], "algo.value_level"),
@@ -102,6 +107,28 @@ def test_a_resolved_config_reads_back_equal(tmp_path):
     assert from_yaml(tmp_path / "config.yaml") == config
 
 
+def test_an_overlay_changes_a_resolved_config_and_nothing_else():
+    config = compose([*BASE, "engine.max_model_len=4096", "env.args.depth=2", "env.args.width=3"])
+    same = overlay(config, [])
+    assert same == config and same is not config
+    changed = overlay(config, ["engine.threads=2", "env.args.depth=5", "engine=gpu", "+env.args.extra=[1]"])
+    assert (changed.engine.max_model_len, changed.engine.threads, changed.engine.dtype) == (4096, 2, "bfloat16")
+    assert changed.env.args == {"depth": 5, "width": 3, "extra": [1]} and config.env.args == {"depth": 2, "width": 3}
+    assert overlay(config, ["env=calculator", "env.args.tool=false"]).env.args == {"tool": False, "operand_min": 10, "operand_max": 99}
+    for text in ("engine.thread=2", "train.steps=1,2", "~env.args.depth", "train.steps=x", "experiment=demo"):
+        with pytest.raises(ConfigError) as caught:
+            overlay(config, [text])
+        assert "\n" not in str(caught.value)
+
+
+def test_evaluation_may_sample_as_training_must_not():
+    sampling = ["rollout.sampling.top_p=0.95", "rollout.sampling.top_k=20"]
+    assert compose([*BASE, *sampling], training=False).rollout.sampling.top_k == 20
+    for text in ("rollout.sampling.top_p=1.5", "rollout.sampling.top_k=-1", "rollout.sampling.min_p=1"):
+        with pytest.raises(ConfigError, match=text.split("=")[0]):
+            compose([*BASE, text], training=False)
+
+
 def test_choices_name_real_keys_and_contain_the_default():
     for key, choices in CHOICES.items():
         assert value_of(Config(), key) in choices
@@ -127,7 +154,7 @@ def test_sweeps_expand_to_every_combination():
 def test_the_control_plane_imports_neither_torch_nor_vllm_nor_ray():
     code = (
         "import sys, sao.cli, sao.loop, sao.ledger, sao.rollout.staleness, sao.config_load, sao.inference.pool, sao.inference.protocol, sao.tasks.source, "
-        "sao.report.metrics, sao.rewards.runner, sao.agents.turns, sao.runtime.plan, sao.evals.heldout, sao.observer, sao.train\n"
+        "sao.report.metrics, sao.rewards.runner, sao.agents.turns, sao.runtime.plan, sao.evals.heldout, sao.evals.job, sao.runtime.export, sao.observer, sao.train\n"
         "sao.cli.parser()\n"
         "heavy = {'torch', 'vllm', 'ray', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy"

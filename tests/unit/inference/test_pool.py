@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -243,3 +244,65 @@ def test_an_admitted_engine_takes_the_place_of_the_dead_one_of_its_name():
 
     waits, tokens = asyncio.run(run())
     assert waits and tokens > 0
+
+
+def eval_request(name, pinned):
+    return replace(request(name), purpose="eval", pinned_version=pinned)
+
+
+def test_a_lent_engine_keeps_its_weights_and_serves_evaluation_alone():
+    async def run():
+        engines = [ScriptedEngine("a", tick=1), ScriptedEngine("b", tick=1)]
+        driver, worker = pool_of(*engines), pool_of(*engines)
+        await driver.publish(BUNDLE, 1)
+        homes = await asyncio.gather(*(worker.generate(request(f"h{i}", session=f"s{i}")) for i in range(2)))
+        for pool in (worker, driver):
+            await pool.lend("b")
+        reports = await driver.publish(BUNDLE, 2)
+        training = await asyncio.gather(*(worker.generate(request(f"t{i}", session=f"s{i}")) for i in range(6)))
+        evaluated = await asyncio.gather(*(worker.generate(eval_request(f"e{i}", pinned=1)) for i in range(4)))
+        lent = [e.version for e in engines]
+        for pool in (driver, worker):
+            await pool.restore("b")
+        back = await asyncio.gather(*(worker.generate(request(f"u{i}")) for i in range(4)))
+        after = await driver.publish(BUNDLE, 3)
+        return homes, reports, training, evaluated, lent, back, after, [e.version for e in engines]
+
+    homes, reports, training, evaluated, lent, back, after, versions = asyncio.run(run())
+    assert {g.engine for g in homes} == {"a", "b"}  # one session has its home on the engine that will be lent
+    assert [r.engine for r in reports] == ["a"] and lent == [2, 1]
+    assert {g.engine for g in training} == {"a"} and all((g.versions == 2).all() for g in training)
+    assert {g.engine for g in evaluated} == {"b"} and all((g.versions == 1).all() for g in evaluated)
+    assert {g.engine for g in back} == {"a", "b"} and all((g.versions == 2).all() for g in back)
+    assert [r.engine for r in after] == ["a", "b"] and versions == [3, 3]
+
+
+def test_requests_that_run_on_an_engine_when_it_is_lent_end_there():
+    async def run():
+        engines = [ScriptedEngine("a", tick=1), ScriptedEngine("b", tick=1)]
+        pool = pool_of(*engines)
+        tasks = [asyncio.create_task(pool.generate(request(f"{i}", session=f"s{i}"))) for i in range(2)]
+        await asyncio.sleep(0)
+        await pool.lend("b")
+        return {g.engine for g in await asyncio.gather(*tasks)}, pool.counters
+
+    engines, counters = asyncio.run(run())
+    assert engines == {"a", "b"} and counters.reissued == counters.continued == 0
+
+
+def test_a_lent_engine_that_cannot_come_back_leaves():
+    async def run():
+        events = []
+        engines = [ScriptedEngine("a"), ScriptedEngine("b")]
+        pool = pool_of(*engines, on_event=events.append)
+        await pool.lend("b")
+        await pool.publish(BUNDLE, 1)
+        engines[1].kill("kill -9")
+        await pool.restore("b")
+        await pool.restore("b")
+        await pool.restore("a")
+        await pool.lend("gone")
+        assert pool.lent == ()
+        return pool.live, [(e.kind, e.engine) for e in events]
+
+    assert asyncio.run(run()) == (("a",), [("left", "b")])

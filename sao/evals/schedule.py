@@ -1,0 +1,142 @@
+"""The evaluations of a run: before, while and after it trains.
+
+Each is pinned to the weights that are published when it begins, so these weights have to stay somewhere until it ends. `eval.placement` says where:
+
+    hold      in all engines: the next publication waits. Training goes on until the staleness bound stops it; the wait is `timing_s/held_by_eval`.
+    replica   in one engine, which leaves the training pools of the driver and of every worker and comes back with the weights of then.
+              Training does not wait, with one engine less. An evaluation that is due while another runs there is left out, and said to be.
+
+Training's accounting never sees an evaluation: its episodes have their own ordinals, and neither ledger nor buffer hears of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from sao.config import Config
+from sao.environment import Task
+from sao.errors import SystemFailure
+from sao.evals.heldout import EvalResult, evaluate
+from sao.loop import TrainingLoop
+
+
+class Lender(Protocol):
+    """Takes an engine out of training and back: the driver's pool, which publishes, and the workers' pools, which route."""
+
+    async def lend(self, engine: str) -> None: ...
+
+    async def restore(self, engine: str) -> None: ...
+
+
+class EngineLender(Lender, Protocol):
+    @property
+    def live(self) -> tuple[str, ...]: ...
+
+
+class Reporter(Protocol):
+    """Where results and what there is to say about them go."""
+
+    def phase(self, text: str) -> None: ...
+
+    def evaluation(self, result: EvalResult) -> None: ...
+
+    def evaluation_missed(self, name: str, version: int, why: str) -> None: ...
+
+
+class Evaluations:
+    """One per run. `begin` starts one beside training, `published` begins those that `eval.every` asks for, `finish` is for when training has ended.
+
+    group: the tasks of the run; an error of an evaluation that is not its own business ends them.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        loop: TrainingLoop,
+        engines: EngineLender,
+        workers: Lender,
+        held_out: Sequence[Task],
+        reporter: Reporter,
+        group: asyncio.TaskGroup,
+    ) -> None:
+        self.config = config
+        self.loop = loop
+        self.engines = engines
+        self.workers = workers
+        self.held_out = held_out
+        self.reporter = reporter
+        self.group = group
+        self.running: asyncio.Task[None] | None = None
+        self._seen = loop.version  # of a resumed run, what it goes on from was evaluated when it was published
+
+    async def begin(self, name: str) -> None:
+        """Start an evaluation of the published weights beside training; on return nothing can change them under it."""
+        version = self.loop.published_version
+        if self.config.eval.placement == "hold":
+            self.running = self.group.create_task(self._beside(name, version, None))
+            self.loop.hold(self.running)
+            return
+        if self.running is not None and not self.running.done():
+            self.reporter.evaluation_missed(name, version, "the one before it still runs; raise eval.every or lower eval.tasks")
+            return
+        if len(self.engines.live) < 2:
+            self.reporter.evaluation_missed(name, version, "no engine can be spared, only one is alive")
+            return
+        engine = self.engines.live[-1]
+        await self.engines.lend(engine)
+        await self.workers.lend(engine)
+        self.running = self.group.create_task(self._beside(name, version, engine))
+
+    async def published(self, version: int) -> None:
+        """The loop's after_publication: begin an evaluation when a multiple of eval.every has been reached since the last publication."""
+        every, before = self.config.eval.every, self._seen
+        self._seen = version
+        if every == 0 or version // every == before // every or self.loop.stopping:
+            return
+        if self.loop.complete and self.config.eval.at_end:
+            return  # the evaluation after training is of the same weights
+        await self.begin("during")
+
+    async def finish(self, name: str) -> None:
+        """Evaluate the published weights in all engines, once what still runs has ended."""
+        if self.running is not None:
+            await asyncio.wait({self.running})
+        self.reporter.phase(f"evaluation {name} training, {len(self.held_out)} held-out tasks")
+        self.running = self.group.create_task(self._run(name, self.loop.published_version, self.config.engine.replicas))
+        await asyncio.wait({self.running})
+
+    async def _run(self, name: str, version: int, engines: int) -> None:
+        """Evaluate at every temperature in so many engines, and report."""
+        for temperature in self.config.eval.temperatures:
+            result = await evaluate(
+                self.loop.workers,
+                self.held_out,
+                name=name,
+                version=version,
+                temperature=temperature,
+                concurrency=self.config.engine.max_num_seqs * engines,
+                seed=self.config.seed,
+                samples_per_task=self.config.eval.samples if temperature > 0 else 1,
+            )
+            self.reporter.evaluation(result)
+
+    def stop(self) -> None:
+        """Give up the evaluation that runs: the run is ending, and nobody is to wait for it."""
+        if self.running is not None:
+            self.running.cancel()
+
+    async def _beside(self, name: str, version: int, engine: str | None) -> None:
+        """An evaluation while training goes on. That all of its episodes failed is reported and ends nothing, unless it is the first."""
+        self.reporter.phase(f"training; evaluation {name} of version {version}, {len(self.held_out)} held-out tasks")
+        try:
+            await self._run(name, version, self.config.engine.replicas if engine is None else 1)
+        except SystemFailure as failure:
+            if name == "before":
+                raise
+            self.reporter.evaluation_missed(name, version, str(failure))
+        if engine is not None:
+            await self.engines.restore(engine)
+            await self.workers.restore(engine)
+        self.reporter.phase("training")

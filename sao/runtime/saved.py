@@ -1,0 +1,70 @@
+"""Runs that are there already, as `sao eval` and `sao export` take them: `run=FOLDER checkpoint=NAME` on the command line."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from sao.errors import ConfigError, UserError
+
+FINAL = "final"
+
+
+def own_arguments(arguments: Sequence[str], names: Sequence[str], *, verb: str, others: bool) -> tuple[dict[str, str], list[str]]:
+    """Split `key=value` arguments into those the verb knows itself and the rest, which are overrides of the configuration.
+
+    Without `others` the rest must be empty. Raises ConfigError for a word without `=`, a name given twice, and a likely misspelling of a name.
+    """
+    own: dict[str, str] = {}
+    rest: list[str] = []
+    for text in arguments:
+        key, separator, value = text.partition("=")
+        if not separator:
+            raise ConfigError(f"{text!r} is not of the form key=value; sao {verb} takes {', '.join(f'{name}=' for name in names)}")
+        if key in own:
+            raise ConfigError(f"{key}= is given twice; give it once")
+        if key in names:
+            own[key] = value
+            continue
+        near = difflib.get_close_matches(key, names, n=1, cutoff=0.75)
+        if near or not others:
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+            raise ConfigError(f"sao {verb} knows no key {key!r}; {hint}")
+        rest.append(text)
+    return own, rest
+
+
+def run_folder(path: str) -> Path:
+    """The folder of a run that has been started, resolved."""
+    folder = Path(path).expanduser().resolve()
+    if not folder.is_dir():
+        raise UserError(f"run={path} does not exist; name the folder of a run")
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"run={path} is no run folder: it has no config.yaml")
+    return folder
+
+
+def checkpoints(run: Path) -> list[str]:
+    """Names of the checkpoints that hold a policy, sorted. Folders that begin with a dot are still being written."""
+    found = (path.parent.parent for path in (run / "checkpoints").glob("*/policy/config.json"))
+    return sorted(path.name for path in found if not path.name.startswith("."))
+
+
+def checkpoint(run: Path, name: str) -> Path:
+    """The folder of a checkpoint by its name. Raises UserError with the names that exist."""
+    names = checkpoints(run)
+    if name in names:
+        return run / "checkpoints" / name
+    if not names:
+        raise UserError(f"{run} has no checkpoint yet; let the run write one (it writes {FINAL} when it ends)")
+    raise UserError(f"{run} has no checkpoint {name!r}; there are {', '.join(names)}: set checkpoint={names[-1]}")
+
+
+def version(folder: Path) -> int | None:
+    """Actor steps in a checkpoint's weights, where it says so."""
+    try:
+        return int(json.loads((folder / "state.json").read_text())["version"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
