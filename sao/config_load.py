@@ -462,17 +462,6 @@ def from_yaml(path: Path) -> Config:
         raise ConfigError(f"{path}: {_one_sentence(error)}") from None
 
 
-def amend(config: Config, overrides: Sequence[str]) -> Config:
-    """A checked copy of `config` with key=value overrides applied; groups cannot be chosen anew."""
-    groups = _groups()
-    for text in overrides:
-        if text.split("=", 1)[0].lstrip("+~") in groups:
-            raise ConfigError(f"{text!r} chooses a whole group, which a run that exists cannot; set single keys")
-    amended = overlay(config, overrides)
-    check(amended)
-    return amended
-
-
 def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
     """`a=1,2 b=x,y` -> the four combinations, in Hydra's sweep syntax."""
     import itertools

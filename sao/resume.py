@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sao.config import Config
-from sao.config_load import amend, from_yaml, leaf_keys, value_of
+from sao.config_load import check, from_yaml, leaf_keys, overlay, value_of
 from sao.errors import UserError
 
 PREFIX = "resume="
@@ -28,7 +28,8 @@ def load(run: str, overrides: Sequence[str]) -> tuple[Config, list[str]]:
     if not (folder / "config.yaml").is_file():
         raise UserError(f"resume={run} is no run folder: it has no config.yaml")
     before = from_yaml(folder / "config.yaml")
-    config = amend(before, overrides)
+    config = overlay(before, overrides)
+    check(config)
     changes = []
     for key in leaf_keys():
         old, new = value_of(before, key), value_of(config, key)
