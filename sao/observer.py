@@ -21,6 +21,7 @@ from sao.runtime.run_folder import RunFolder
 from sao.trajectory import TrajectoryMeta
 
 IDLE_WINDOW_S = 10.0
+REWARD_S = "env/reward_s"  # what an environment that asks a reward function says of the seconds it took
 
 
 class RunObserver:
@@ -189,8 +190,10 @@ def batch_metrics(metas: Sequence[TrajectoryMeta], version: int, *, per_environm
         "timing_s/episode_max": np.max([meta.seconds for meta in metas]),
         "timing_s/episode_generate_mean": np.mean([meta.generate_s for meta in metas]),
         "timing_s/episode_queue_mean": np.mean([meta.queue_s for meta in metas]),
-        "timing_s/episode_environment_mean": np.mean([meta.environment_s for meta in metas]),
     }
+    reward_s = np.mean([meta.metrics.get(REWARD_S, 0.0) for meta in metas])
+    values["timing_s/episode_reward_mean"] = reward_s
+    values["timing_s/episode_environment_mean"] = np.mean([meta.environment_s for meta in metas]) - reward_s
     for name in sorted({key for meta in metas for key in meta.metrics}):
         if name.startswith("env/"):
             values[name] = np.mean([meta.metrics[name] for meta in metas if name in meta.metrics])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,8 +36,9 @@ class SingleTurnEnvironment:
         return self.messages
 
     async def step(self, action: Action) -> StepResult:
+        began = time.monotonic()
         score = await self._runner.score(action.text, self.row, messages=self.messages)
-        return StepResult(reward=score, terminated=True)
+        return StepResult(reward=score, terminated=True, info={"reward_s": time.monotonic() - began})
 
     def tools(self) -> Sequence[Mapping[str, Any]]:
         return []
