@@ -224,11 +224,16 @@ def engine_metrics(earlier: Sequence[EngineSnapshot], now: Sequence[EngineSnapsh
     if queries:
         values["engine/prefix_hit_rate"] = sum(s.prefix_hits for s in now) / queries
     before: Mapping[str, EngineSnapshot] = {s.engine: s for s in earlier}
-    pairs = [(before[s.engine], s) for s in now if s.engine in before and s.at > before[s.engine].at]
+    pairs = [(before[s.engine], s) for s in now if s.engine in before and s.at > before[s.engine].at and _same_life(before[s.engine], s)]
     if pairs:
         values["engine/tokens_per_s"] = sum((b.generated_tokens - a.generated_tokens) / (b.at - a.at) for a, b in pairs)
         values["engine/idle_share"] = float(np.mean([max(0.0, 1.0 - (b.busy_s - a.busy_s) / (b.at - a.at)) for a, b in pairs]))
     return values
+
+
+def _same_life(earlier: EngineSnapshot, later: EngineSnapshot) -> bool:
+    """Whether two snapshots are of one process: a replacement bears the name of the engine before it and counts from zero."""
+    return abs((earlier.at - earlier.uptime_s) - (later.at - later.uptime_s)) < 1.0
 
 
 def _file_log(run_dir: Path) -> logging.Logger:
