@@ -94,6 +94,9 @@ class EngineConfig:
     enforce_eager: bool = True
     prefix_caching: bool = True
     threads: int = 1  # CPU threads of one replica
+    # Shortest time from one engine step to the next. Requests that arrive meanwhile share the step, which leaves cores to others when a step of a
+    # tiny model costs more in Python than in arithmetic.
+    step_interval_ms: float = 0.0
     start_timeout_s: float = 300.0
     request_timeout_s: float = 120.0
     canary_tolerance: float = 0.005  # largest |engine - trainer| log-prob after a publication; use 0.5 for bfloat16

@@ -305,6 +305,7 @@ def _check_ranges(config: Config) -> None:
         "rollout.staleness",
         "rollout.retries",
         "rollout.max_running",
+        "engine.step_interval_ms",
         "eval.every",
         "critic.critic_only_steps",
         "algo.kl_coef",

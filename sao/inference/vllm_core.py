@@ -37,10 +37,13 @@ T = TypeVar("T")
 class EngineThread:
     """Runs `build()` (-> vLLM LLMEngine) and then the engine, on one daemon thread, until `close`."""
 
-    def __init__(self, build: Callable[[], Any], *, name: str, slots: int, kv_on_publish: str, canary_tolerance: float, incarnation: int) -> None:
+    def __init__(
+        self, build: Callable[[], Any], *, name: str, slots: int, kv_on_publish: str, canary_tolerance: float, incarnation: int, interval_s: float
+    ) -> None:
         self.name = name
         self.version = 0
         self.incarnation = incarnation
+        self._interval_s = interval_s
         self.counters = Counters()
         self.prefill = SessionPrefill(1)
         self.failure: str | None = None
@@ -136,6 +139,7 @@ class EngineThread:
         self._ready.set_result(None)
         try:
             while not self._stop and self.failure is None:
+                began = time.monotonic()
                 self._take_commands(block=not (self._live or (self._open and self._waiting)))
                 self._admit()
                 if self._engine.has_unfinished_requests():
@@ -145,6 +149,8 @@ class EngineThread:
                         idle.set_result(0)
                     self._idle.clear()
                 self._flush()
+                if self._live:
+                    time.sleep(max(0.0, self._interval_s - (time.monotonic() - began)))
             self._die(self.failure or f"engine {self.name} was closed")
         except Exception as error:
             log.exception("engine %s stopped", self.name)

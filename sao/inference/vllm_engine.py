@@ -61,6 +61,7 @@ class VllmEngine:
             kv_on_publish=weights.kv_on_publish,
             canary_tolerance=config.canary_tolerance,
             incarnation=incarnation,
+            interval_s=config.step_interval_ms / 1000,
         )
         try:
             self._thread.start(config.start_timeout_s)
