@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from sao.envs.calculator.arithmetic import OPERATIONS, Problem
 
-MIXTURE = {"no_tool": 0.64, "good": 0.24, "recover": 0.06, "miscopy": 0.02, "early_stop": 0.02, "wrong_order": 0.01, "give_up": 0.01}
-CLEAN = {"good": 0.75, "recover": 0.25}
+MIXTURE = {"no_tool": 0.64, "good": 0.27, "recover": 0.03, "miscopy": 0.02, "early_stop": 0.02, "wrong_order": 0.01, "give_up": 0.01}
+CLEAN = {"good": 0.88, "recover": 0.12}
 
 
 def script(problem: Problem, rng: random.Random, clean: bool) -> list[str]:

@@ -106,7 +106,7 @@ class CalculatorEnvironment:
     def demonstration(cls, rng: random.Random, clean: bool, *, tool: bool = True, operand_min: int = 10, operand_max: int = 99) -> list[Message]:
         """One complete conversation for `sao warmstart`, always with a working tool.
 
-        clean: only right solutions, one in four with an error and its recovery. Otherwise the mixture of `demonstrations.MIXTURE`.
+        clean: only right solutions, one in eight with an error and its recovery. Otherwise the mixture of `demonstrations.MIXTURE`.
         """
         payload = cls.generate_payload(rng, "train", operand_min=operand_min, operand_max=operand_max)
         environment = cls(Task("demonstration", "calculator", payload))
