@@ -57,6 +57,7 @@ class ModelConfig:
     path: str = ""  # local Hugging Face directory or hub id; empty: made by `factory`
     factory: str = ""  # package.module:function(directory, seed, **factory_args) that makes a model directory without downloads
     factory_args: dict[str, Any] = field(default_factory=dict)
+    cache_dir: str = ""  # where the factory's model is kept for later runs; empty: made anew for every run
     warmstart: bool = False  # start from the cached `sao warmstart` checkpoint of this model and environment
     dtype: str = "float32"  # float32 | bfloat16: of the trained weights
     autocast: bool = False  # bf16 autocast in the learner
