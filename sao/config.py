@@ -204,7 +204,7 @@ class LoggerConfig:
 class LauncherConfig:
     ray_address: str = ""  # empty: a Ray of our own on this machine
     num_cpus: float = 0.0  # 0: what the machine has
-    object_store_mb: int = 256
+    object_store_mb: int = 0  # Ray's shared memory; 0: room for two copies of the published weights
 
 
 @dataclass

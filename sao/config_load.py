@@ -253,7 +253,7 @@ def _check_ranges(config: Config) -> None:
         "engine.start_timeout_s", "engine.request_timeout_s", "engine.canary_tolerance", "weights.publish_every", "rollout.workers", "rollout.time_limit_s",
         "rollout.max_turns", "rollout.max_turn_tokens", "rollout.max_tokens", "rollout.observation_limit", "data.max_prompt_chars", "learner.tokens_per_micro_batch",
         "learner.threads", "learner.timeout_s", "reward.timeout_s", "reward.processes", "eval.tasks", "algo.eps_high", "algo.alpha", "critic.updates",
-        "warmstart.steps", "warmstart.batch_size", "launcher.object_store_mb",
+        "warmstart.steps", "warmstart.batch_size",
     )  # fmt: skip
     for key in positive:
         _refuse(value_of(config, key) <= 0, f"{key}={value_of(config, key)} must be above 0")
@@ -265,6 +265,7 @@ def _check_ranges(config: Config) -> None:
         "algo.entropy_coef",
         "algo.whiten_patience",
         "launcher.num_cpus",
+        "launcher.object_store_mb",
     )
     for key in not_negative:
         _refuse(value_of(config, key) < 0, f"{key}={value_of(config, key)} must not be negative")

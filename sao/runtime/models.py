@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -23,15 +23,20 @@ HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")  
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the plan needs to know of a model directory."""
+    """What the plan needs to know of a model directory. `tensors`: elements of each weight as stored, tied ones once."""
 
     path: str
-    parameters: int
-    bytes_on_disk: int
+    tensors: Mapping[str, int]
     context: int
     layers: int
-    kv_bytes_per_token: int
-    names: tuple[str, ...] = ()
+    width: int
+    feed_forward: int
+    vocabulary: int
+    kv_elements_per_token: int
+
+    @property
+    def parameters(self) -> int:
+        return sum(self.tensors.values())
 
 
 def prepare(config: Config) -> str:
@@ -155,17 +160,19 @@ def facts(path: str) -> ModelFacts:
             sizes |= _sizes(file)
         except (OSError, ValueError, KeyError, MemoryError) as error:
             raise ConfigError(f"model.path={path}: {file.name} is damaged ({type(error).__name__}); copy the checkpoint again") from None
-    layers = int(config.get("num_hidden_layers", 0))
-    heads = int(config.get("num_key_value_heads", config.get("num_attention_heads", 1)))
-    width = int(config.get("head_dim") or config.get("hidden_size", 0) // max(1, config.get("num_attention_heads", 1)))
+    text = config.get("text_config") or config  # models that also read pictures keep the language model's sizes there
+    layers, width, heads = (int(text.get(key) or 0) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    kv_heads = int(text.get("num_key_value_heads") or heads)
+    head_width = int(text.get("head_dim") or width // max(1, heads))
     return ModelFacts(
         path=path,
-        parameters=sum(sizes.values()),
-        bytes_on_disk=sum(file.stat().st_size for file in files),
-        context=int(config.get("max_position_embeddings", 0)),
+        tensors=sizes,
+        context=int(text.get("max_position_embeddings") or 0),
         layers=layers,
-        kv_bytes_per_token=2 * layers * heads * width * 4,
-        names=tuple(sizes),
+        width=width,
+        feed_forward=int(text.get("intermediate_size") or 4 * width),
+        vocabulary=int(text.get("vocab_size") or 0),
+        kv_elements_per_token=2 * layers * kv_heads * head_width,
     )
 
 

