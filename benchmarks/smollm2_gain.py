@@ -32,11 +32,14 @@ async def rewards(model_path: str) -> np.ndarray[Any, Any]:
     env_configs = environments(config)
     tasks = build_held_out(config, env_configs, QUESTIONS)
     engine = VllmEngine(model_path, config.engine, config.weights, name="eval")
-    worker = EpisodeWorker(config, env_configs, model_path, [LocalHandle(engine)])
+    worker = EpisodeWorker(config, env_configs, model_path, [LocalHandle(engine, "eval")])
+
+    gate = asyncio.Semaphore(config.engine.max_num_seqs)
 
     async def one(index: int) -> float:
         request = EpisodeRequest(EpisodeId(index), tasks[index // SAMPLES], 0, purpose="eval", temperature=1.0, pinned=True)
-        outcome, _ = await worker.run(request)
+        async with gate:
+            outcome, _ = await worker.run(request)
         if isinstance(outcome, EpisodeFailure):
             raise RuntimeError(f"{outcome.reason}: {outcome.message}")
         return outcome.meta.reward

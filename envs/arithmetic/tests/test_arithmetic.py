@@ -29,6 +29,19 @@ def test_the_opening_is_one_short_user_message() -> None:
     assert not environment.tools()
 
 
+def test_examples_are_solved_turns_before_the_question() -> None:
+    messages = asyncio.run(build(examples=2).reset(Context()))
+    assert [(m["role"], m["content"]) for m in messages] == [
+        ("user", "2+3*2="),
+        ("assistant", "8"),
+        ("user", "5-2-4="),
+        ("assistant", "-1"),
+        ("user", "2+3*4="),
+    ]
+    with pytest.raises(ConfigError, match=r"env\.args\.examples=9"):
+        ArithmeticEnvironment.generate_payload(random.Random(0), "train", examples=9)
+
+
 @pytest.mark.parametrize("text", ["14", " 14\n", "2+3*4 = 14", "14.", "It is 14.0"])
 def test_the_right_last_number_earns_one(text: str) -> None:
     assert answer(text) == 1.0
