@@ -65,6 +65,7 @@ class ModelConfig:
     path: str = ""  # local Hugging Face directory or hub id; empty: made by `factory`
     factory: str = ""  # package.module:function(directory, seed, **factory_args) that makes a model directory without downloads
     factory_args: dict[str, Any] = field(default_factory=dict)
+    cache_dir: str = ""  # where the factory's model is kept for later runs; empty: made anew for every run
     warmstart: bool = False  # start from the cached `sao warmstart` checkpoint of this model and environment
     dtype: str = "float32"  # float32 | bfloat16: of the trained weights
     autocast: bool = False  # bf16 autocast in the learner
@@ -218,7 +219,7 @@ class LoggerConfig:
 class LauncherConfig:
     ray_address: str = ""  # empty: a Ray of our own on this machine
     num_cpus: float = 0.0  # 0: what the machine has
-    object_store_mb: int = 256
+    object_store_mb: int = 0  # Ray's shared memory; 0: room for two copies of the published weights
     silence_s: float = 20.0  # an actor that gives no sign of life for so long is ended and replaced
     restarts: int = 5  # how often in a row an actor may be lost within 20 s of its start before the run gives up
 

@@ -297,7 +297,7 @@ def _check_ranges(config: Config) -> None:
         "engine.start_timeout_s", "engine.request_timeout_s", "engine.canary_tolerance", "weights.publish_every", "rollout.workers", "rollout.time_limit_s",
         "rollout.max_turns", "rollout.max_turn_tokens", "rollout.max_tokens", "rollout.observation_limit", "data.max_prompt_chars", "learner.tokens_per_micro_batch",
         "learner.threads", "learner.timeout_s", "reward.timeout_s", "reward.processes", "eval.tasks", "eval.samples", "algo.eps_high", "algo.alpha", "critic.updates",
-        "warmstart.steps", "warmstart.batch_size", "launcher.object_store_mb", "launcher.silence_s", "checkpoint.keep",
+        "warmstart.steps", "warmstart.batch_size", "launcher.silence_s", "checkpoint.keep",
     )  # fmt: skip
     for key in positive:
         _refuse(value_of(config, key) <= 0, f"{key}={value_of(config, key)} must be above 0")
@@ -314,6 +314,7 @@ def _check_ranges(config: Config) -> None:
         "launcher.num_cpus",
         "launcher.restarts",
         "checkpoint.every",
+        "launcher.object_store_mb",
     )
     for key in not_negative:
         _refuse(value_of(config, key) < 0, f"{key}={value_of(config, key)} must not be negative")

@@ -25,8 +25,9 @@ from sao.agents.renderer import demonstration_tokens, load_renderer
 from sao.agents.tokenizer import load_tokenizer
 from sao.config import Config
 from sao.environment import Task
-from sao.errors import ConfigError, UserError
-from sao.tasks.target import load_environment, load_target
+from sao.errors import UserError
+from sao.runtime.models import make_base
+from sao.tasks.target import load_environment
 
 if TYPE_CHECKING:
     import torch
@@ -91,23 +92,13 @@ def _target(config: Config, environment: Any) -> Path:
     return cache / f"{config.env.name}-{_key(config, environment)}"
 
 
-def make_base(config: Config, directory: str) -> str:
-    """The untrained model: `model.path` as it is, or what `model.factory` writes to `directory`."""
-    if config.model.path:
-        return config.model.path
-    if not config.model.factory:
-        raise ConfigError("model.path and model.factory are both empty: name a Hugging Face directory or choose model=demo")
-    load_target(config.model.factory, "model.factory")(directory, config.warmstart.seed, **config.model.factory_args)
-    return directory
-
-
 def _print(line: str, share: float) -> None:
     print(line, flush=True)
 
 
 def _key(config: Config, environment: Any) -> str:
     settings = {k: v for k, v in asdict(config.warmstart).items() if k != "cache_dir"}
-    model = asdict(config.model)
+    model = {k: v for k, v in asdict(config.model).items() if k != "cache_dir"}
     sample = [environment.demonstration(random.Random(f"key/{i}"), i % 2 == 0, **config.env.args) for i in range(64)]
     everything = [FORMAT, config.env.target, settings, model, sample, _tools(config, environment)]
     return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -38,9 +38,9 @@ class VersionRing:
 
     def push(self, version: int, model: nn.Module) -> None:
         """Keep a copy of `model` as `version`; the oldest beyond the ring's size is forgotten."""
-        self._snapshots[version] = [p.detach().to("cpu", copy=True) for p in model.parameters()]
-        while len(self._snapshots) > self._keep:
+        while len(self._snapshots) >= self._keep:  # before the new copy is made, so that the ring never holds one more
             self._snapshots.popitem(last=False)
+        self._snapshots[version] = [p.detach().to("cpu", copy=True) for p in model.parameters()]
 
     @torch.no_grad()
     def check(self, batch: Batch, *, seed: tuple[int, ...], autocast: bool = False) -> dict[str, float]:

@@ -19,6 +19,8 @@ from sao.errors import SystemFailure, UserError, WorkerFailure
 from sao.inference.pool import EnginePool, PoolEvent
 from sao.inference.protocol import EngineSnapshot
 from sao.runtime.actors import EngineActor, LearnerActor, WorkerActor, gather_ready, thread_environment
+from sao.runtime.memory import MB, object_store_mb
+from sao.runtime.models import facts
 from sao.runtime.plan import gpu_shares
 from sao.runtime.remote import RemoteEngine, RemoteLearner, RemoteWorkers, call, lost
 from sao.runtime.run_folder import write_atomically
@@ -123,7 +125,7 @@ class Cluster:
         ray.init(
             num_cpus=self.config.launcher.num_cpus or None,
             include_dashboard=False,
-            object_store_memory=self.config.launcher.object_store_mb * 1024 * 1024,
+            object_store_memory=object_store_mb(self.config, facts(self.model_path)) * MB,
             log_to_driver=False,
             logging_level="error",
             configure_logging=False,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import os
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -16,18 +18,25 @@ from typing import Any
 from sao.config import Config
 from sao.errors import ConfigError, SystemFailure
 
+HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")  # a hub repository may hold the weights in five forms
+
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the plan needs to know of a model directory."""
+    """What the plan needs to know of a model directory. `tensors`: elements of each weight as stored, tied ones once."""
 
     path: str
-    parameters: int
-    bytes_on_disk: int
+    tensors: Mapping[str, int]
     context: int
     layers: int
-    kv_bytes_per_token: int
-    names: tuple[str, ...] = ()
+    width: int
+    feed_forward: int
+    vocabulary: int
+    kv_elements_per_token: int
+
+    @property
+    def parameters(self) -> int:
+        return sum(self.tensors.values())
 
 
 def prepare(config: Config) -> str:
@@ -44,6 +53,10 @@ def prepare(config: Config) -> str:
             return _in_child(_warmstart, config)
         print(f"warm start: cached in {found}", flush=True)
         return str(found)
+    kept = _kept(config)
+    if kept is not None:
+        print(f"model: cached in {kept}", flush=True)
+        return str(kept)
     return _in_child(_from_factory, config)
 
 
@@ -63,10 +76,56 @@ def _warmstart(config: Config) -> str:
 
 
 def _from_factory(config: Config) -> str:
-    """A model that is cheap to make is made anew for every run, in a folder the operating system cleans."""
-    from sao.warmstart import make_base
-
+    """A model that is not kept is made in a folder the operating system cleans."""
     return make_base(config, tempfile.mkdtemp(prefix="sao-model-"))
+
+
+def make_base(config: Config, directory: str) -> str:
+    """The model before any training: `model.path` as it is, or what `model.factory` makes in `model.cache_dir`, else in `directory`."""
+    if config.model.path:
+        return config.model.path
+    if not config.model.factory:
+        raise ConfigError("model.path and model.factory are both empty: name a Hugging Face directory or choose model=demo")
+    if not config.model.cache_dir:
+        _call_factory(config, directory)
+        return directory
+    return str(_kept(config) or _keep(config))
+
+
+def _call_factory(config: Config, directory: str) -> None:
+    from sao.tasks.target import load_target
+
+    load_target(config.model.factory, "model.factory")(directory, config.warmstart.seed, **config.model.factory_args)
+
+
+def _kept(config: Config) -> Path | None:
+    """The factory's model in `model.cache_dir`, or None when it has to be made. Loads no torch."""
+    if config.model.path or not config.model.cache_dir:
+        return None
+    target = Path(config.model.cache_dir).expanduser()
+    return target if (target / "config.json").is_file() else None
+
+
+def _keep(config: Config) -> Path:
+    """Make the model beside its place and move it there whole, so that an interrupted start leaves no half of one."""
+    target = Path(config.model.cache_dir).expanduser()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
+    except OSError as error:
+        raise ConfigError(f"model.cache_dir={config.model.cache_dir} cannot be written ({error.strerror}); name another directory") from None
+    try:
+        _call_factory(config, str(scratch))
+        scratch.chmod(0o755)
+        try:
+            os.replace(scratch, target)
+        except OSError as error:
+            if _kept(config) is None:  # else another run has made it meanwhile
+                raise ConfigError(f"model.cache_dir={config.model.cache_dir} holds something else ({error.strerror}); empty it") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    print(f"model: saved in {target}", flush=True)
+    return target
 
 
 def _existing(path: str) -> str:
@@ -81,7 +140,7 @@ def _existing(path: str) -> str:
     try:
         from huggingface_hub import snapshot_download
 
-        return str(snapshot_download(path))
+        return str(snapshot_download(path, allow_patterns=list(HUB_FILES)))
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={path} is no local directory and could not be fetched from the hub ({type(error).__name__})") from None
 
@@ -101,17 +160,19 @@ def facts(path: str) -> ModelFacts:
             sizes |= _sizes(file)
         except (OSError, ValueError, KeyError, MemoryError) as error:
             raise ConfigError(f"model.path={path}: {file.name} is damaged ({type(error).__name__}); copy the checkpoint again") from None
-    layers = int(config.get("num_hidden_layers", 0))
-    heads = int(config.get("num_key_value_heads", config.get("num_attention_heads", 1)))
-    width = int(config.get("head_dim") or config.get("hidden_size", 0) // max(1, config.get("num_attention_heads", 1)))
+    text = config.get("text_config") or config  # models that also read pictures keep the language model's sizes there
+    layers, width, heads = (int(text.get(key) or 0) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    kv_heads = int(text.get("num_key_value_heads") or heads)
+    head_width = int(text.get("head_dim") or width // max(1, heads))
     return ModelFacts(
         path=path,
-        parameters=sum(sizes.values()),
-        bytes_on_disk=sum(file.stat().st_size for file in files),
-        context=int(config.get("max_position_embeddings", 0)),
+        tensors=sizes,
+        context=int(text.get("max_position_embeddings") or 0),
         layers=layers,
-        kv_bytes_per_token=2 * layers * heads * width * 4,
-        names=tuple(sizes),
+        width=width,
+        feed_forward=int(text.get("intermediate_size") or 4 * width),
+        vocabulary=int(text.get("vocab_size") or 0),
+        kv_elements_per_token=2 * layers * kv_heads * head_width,
     )
 
 

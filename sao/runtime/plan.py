@@ -1,7 +1,7 @@
 """The plan: which actors a run will start, what each is expected to need, and whether this machine has it.
 
-Figures are estimates from the model's size and from measurements of the parts (docs/concepts/architecture); they are meant to refuse what
-cannot work before anything starts, not to account for the last megabyte.
+Memory figures are upper bounds from the model's size (sao.runtime.memory); they are meant to refuse what cannot work before anything starts,
+not to account for the last megabyte.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ from typing import NamedTuple
 
 from sao.config import Config
 from sao.errors import ConfigError
+from sao.runtime.memory import BYTES, MB, RAY_MB, Parts, engine_parts, learner_parts, object_store_mb, worker_parts
 from sao.runtime.models import ModelFacts
 
-MB = 1024 * 1024
-RAY_MB = 550
-ENGINE_BASE_MB = 750
-LEARNER_BASE_MB = 550
-WORKER_BASE_MB = 350
-ACTIVATION_BYTES_PER_TOKEN_LAYER_WIDTH = 64
-BYTES = {"float32": 4, "bfloat16": 2}
+# What to lower when a part of an actor's memory is what does not fit.
+LOWER = {
+    "object store": "launcher.object_store_mb",
+    "KV": "engine.kv_cache_mb",
+    "weights": "engine.replicas, or set engine.dtype=bfloat16, or choose a smaller model",
+    "policy": "the model's size (model.path), or set model.dtype=bfloat16",
+    "critic": "the model's size (model.path), or set model.dtype=bfloat16",
+    "kept versions": "rollout.staleness",
+    "activations": "learner.tokens_per_micro_batch",
+    "engine": "engine.replicas",
+    "worker": "rollout.workers",
+}
 
 
 class GpuShares(NamedTuple):
@@ -51,10 +57,20 @@ class Machine:
 
 @dataclass(frozen=True)
 class PlannedActor:
+    """`parts`: MB of main memory by what takes it; `what` is for the reader."""
+
     name: str
-    memory_mb: int
     threads: int
     what: str
+    parts: Parts
+
+    @property
+    def memory_mb(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def kind(self) -> str:
+        return self.name.split("-")[0]
 
 
 @dataclass(frozen=True)
@@ -69,7 +85,9 @@ class Plan:
     def text(self) -> str:
         """A table for the terminal and for plan.txt."""
         lines = [f"{'actor':<12} {'memory':>10}  threads  what"]
-        lines += [f"{a.name:<12} {a.memory_mb:>7} MB  {a.threads:>7}  {a.what}" for a in self.actors]
+        for a in self.actors:
+            parts = ", ".join(f"{part} {size}" for part, size in a.parts.items())
+            lines.append(f"{a.name:<12} {a.memory_mb:>7} MB  {a.threads:>7}  {a.what}: {parts}")
         machine = self.machine
         lines.append(
             f"{'together':<12} {self.memory_mb:>7} MB           of {machine.available_mb} MB available, {machine.cores} cores, {machine.gpus} GPUs"
@@ -88,32 +106,47 @@ def machine() -> Machine:
 
 def make_plan(config: Config, model: ModelFacts, here: Machine, *, training: bool = True) -> Plan:
     """training=False: an evaluation, which has no learner."""
-    parameters = model.parameters
-    engine_weights = parameters * BYTES[config.engine.dtype] // MB
-    on_gpu = here.gpus > 0 and config.learner.device != "cpu"
-    kv = 0 if on_gpu else config.engine.kv_cache_mb
-    train_bytes = parameters * (BYTES[config.model.dtype] + 4 + 8)
-    learner = LEARNER_BASE_MB + 2 * train_bytes // MB + parameters * 4 * (config.rollout.staleness + 1) // MB
-    learner += config.learner.tokens_per_micro_batch * max(1, model.layers) * ACTIVATION_BYTES_PER_TOKEN_LAYER_WIDTH * 256 // MB // 4
-    actors = [PlannedActor("ray", RAY_MB + config.launcher.object_store_mb, 0, f"object store {config.launcher.object_store_mb} MB")]
+    on_gpu = here.gpus > 0
+    device = "GPU" if on_gpu else "CPU"
+    actors = [PlannedActor("ray", 0, "control and shared objects", {"runtime": RAY_MB, "object store": object_store_mb(config, model)})]
     for index in range(config.engine.replicas):
-        what = f"vLLM {config.engine.dtype}, {kv or 'GPU'} MB KV" if kv else f"vLLM {config.engine.dtype} on GPU"
-        actors.append(PlannedActor(f"engine-{index}", ENGINE_BASE_MB + 2 * engine_weights + kv, config.engine.threads, what))
+        what = f"vLLM {config.engine.dtype} on {device}"
+        actors.append(PlannedActor(f"engine-{index}", config.engine.threads, what, engine_parts(config, model, on_gpu=on_gpu)))
     if training:
-        actors.append(PlannedActor("learner", learner, config.learner.threads, f"policy and critic, {parameters / 1e6:.2f} M parameters each"))
-    actors += [PlannedActor(f"worker-{i}", WORKER_BASE_MB, 1, "episodes") for i in range(config.rollout.workers)]
+        on_gpu = on_gpu and config.learner.device != "cpu"
+        what = f"policy and critic of {model.parameters / 1e6:.1f} M parameters"
+        actors.append(PlannedActor("learner", config.learner.threads, what, learner_parts(config, model, on_gpu=on_gpu)))
+    actors += [PlannedActor(f"worker-{i}", 1, "episodes", worker_parts(model)) for i in range(config.rollout.workers)]
     return Plan(actors, here)
+
+
+def _check_memory(plan: Plan) -> None:
+    """Refuse a plan that needs more than is available, with the key that lowers what takes most."""
+    if plan.memory_mb <= plan.machine.available_mb:
+        return
+    kinds: dict[str, list[PlannedActor]] = {}
+    for actor in plan.actors:
+        kinds.setdefault(actor.kind, []).append(actor)
+    kind, actors = max(kinds.items(), key=lambda item: sum(actor.memory_mb for actor in item[1]))
+    parts = {part: size for part, size in actors[0].parts.items() if part in LOWER}
+    part = max(parts, key=lambda name: parts[name], default="")
+    if len(actors) > 1 and (not part or parts[part] < actors[0].memory_mb // 2):
+        part = kind
+    holds = f", {parts[part]} MB of them for {part}" if part in parts else ""
+    several = (
+        f"{len(actors)} {kind}s take {sum(actor.memory_mb for actor in actors)} MB"
+        if len(actors) > 1
+        else f"{actors[0].name} takes {actors[0].memory_mb} MB"
+    )
+    raise ConfigError(
+        f"the plan needs {plan.memory_mb} MB and this machine has {plan.machine.available_mb} MB available: {several}{holds}; lower {LOWER.get(part, LOWER['policy'])}"
+    )
 
 
 def check_plan(config: Config, plan: Plan, model: ModelFacts) -> None:
     """Refuse what will not fit, naming the key to change."""
     here = plan.machine
-    if plan.memory_mb > here.available_mb:
-        largest = max(plan.actors, key=lambda actor: actor.memory_mb)
-        raise ConfigError(
-            f"the plan needs {plan.memory_mb} MB and this machine has {here.available_mb} MB available: {largest.name} alone takes {largest.memory_mb} MB; "
-            "lower engine.kv_cache_mb, engine.replicas or learner.tokens_per_micro_batch, or choose a smaller model"
-        )
+    _check_memory(plan)
     training = any(actor.name == "learner" for actor in plan.actors)
     threads = config.engine.replicas * config.engine.threads + training * config.learner.threads
     if not here.gpus and threads > here.cores:
@@ -123,23 +156,25 @@ def check_plan(config: Config, plan: Plan, model: ModelFacts) -> None:
         )
     _check_gpus(config, here, training)
     for pattern in config.critic.freeze:
-        frozen = [name for name in model.names if re.search(pattern, name)]
-        if model.names and len(frozen) in (0, len(model.names)):
+        names = list(model.tensors)
+        frozen = [name for name in names if re.search(pattern, name)]
+        if names and len(frozen) in (0, len(names)):
             what = "matches no parameter" if not frozen else "freezes every parameter"
-            raise ConfigError(f"critic.freeze={pattern!r} {what} of this model (the first is {model.names[0]}); mend it or set critic.freeze=[]")
+            raise ConfigError(f"critic.freeze={pattern!r} {what} of this model (the first is {names[0]}); mend it or set critic.freeze=[]")
     limit = config.engine.max_model_len or model.context
     if model.context and limit > model.context:
         raise ConfigError(f"engine.max_model_len={limit} exceeds the model's context of {model.context}; lower it")
     if limit and config.rollout.max_tokens > limit:
         raise ConfigError(f"rollout.max_tokens={config.rollout.max_tokens} exceeds the context of {limit}; lower it")
-    kv_tokens = config.engine.kv_cache_mb * MB // max(1, model.kv_bytes_per_token)
-    if not here.gpus and kv_tokens < config.rollout.max_tokens:
+    kv_tokens = config.engine.kv_cache_mb * MB // max(1, model.kv_elements_per_token * BYTES[config.engine.dtype])
+    if not here.gpus and kv_tokens < (limit or config.rollout.max_tokens):
         raise ConfigError(
-            f"engine.kv_cache_mb={config.engine.kv_cache_mb} holds {kv_tokens} tokens, less than one episode of rollout.max_tokens={config.rollout.max_tokens}; raise it"
+            f"engine.kv_cache_mb={config.engine.kv_cache_mb} holds {kv_tokens} tokens, less than one sequence of the context of {limit or config.rollout.max_tokens}; "
+            f"raise it, or set engine.max_model_len={config.rollout.max_tokens}"
         )
 
 
-def _check_gpus(config: Config, here: Machine, training: bool) -> None:
+def _check_gpus(config: Config, here: Machine, training: bool = True) -> None:
     """Engines and learner together must fit this machine's GPUs; a cluster's are Ray's to count."""
     if config.launcher.ray_address:
         return

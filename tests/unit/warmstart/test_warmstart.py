@@ -13,7 +13,8 @@ from sao.envs.calculator.environment import SCHEMA, CalculatorEnvironment
 from sao.errors import ConfigError, UserError
 from sao.learner import tiny
 from sao.learner.muon import Muon, orthogonalise
-from sao.warmstart import make_base, warmstart
+from sao.runtime.models import make_base
+from sao.warmstart import warmstart
 
 TARGET = "sao.envs.calculator.environment:CalculatorEnvironment"
 SMALL: dict[str, Any] = {"environment": TARGET, "width": 32, "layers": 1, "heads": 1, "feed_forward": 32, "demonstrations": 60}
