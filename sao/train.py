@@ -90,7 +90,8 @@ class Job:
         cluster = Cluster(config, environments(config), self.model_path, folder.path, incarnation=folder.incarnation, on_event=observer.event)
         async with cluster:
             engines, learner, workers = cluster.engines(), cluster.learner(self.store), cluster.workers()
-            loop = TrainingLoop(config, self.source, workers, learner, engines, observer, RunCheckpointer(self.store, learner, observer.event))
+            checkpointer = RunCheckpointer(self.store, learner, observer.event)
+            loop = TrainingLoop(config, self.source, workers, learner, engines, observer, checkpointer, folder.incarnation)
             observer.attach(loop)
             if folder.incarnation:
                 await self._go_back(loop, learner)

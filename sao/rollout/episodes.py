@@ -14,7 +14,8 @@ from sao.trajectory import EpisodeId, Purpose
 class EpisodeRequest:
     """One episode to run. `version`: the weights published when it was admitted. `temperature` None: the training distribution.
 
-    pinned: fail rather than sample under any other version than `version` (evaluation).
+    pinned: fail rather than sample under any other version than `version` (evaluation). incarnation: how often the run had been resumed; a version
+    number means the same weights only within one.
     """
 
     episode_id: EpisodeId
@@ -23,6 +24,7 @@ class EpisodeRequest:
     purpose: Purpose = "train"
     temperature: float | None = None
     pinned: bool = False
+    incarnation: int = 0
 
 
 @dataclass(frozen=True)

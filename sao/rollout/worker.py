@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sao.agents.renderer import generation_stop_ids, load_renderer
 from sao.agents.tokenizer import load_tokenizer
@@ -55,7 +56,8 @@ class EpisodeWorker:
         if trajectory.finish.kind == "failed":
             why = str(trajectory.info.get("failure", trajectory.finish))
             return EpisodeFailure(request.episode_id, trajectory.finish.detail, why, trajectory.sampled_tokens), None
-        return Finished(trajectory.meta(), None), trajectory
+        labelled = replace(trajectory, info={**trajectory.info, "incarnation": request.incarnation})
+        return Finished(labelled.meta(), None), labelled
 
     async def _episode(self, request: EpisodeRequest) -> Trajectory:
         environment_class, args = self.environments[request.task.environment]
