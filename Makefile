@@ -14,7 +14,7 @@ endif
 # Without bytecode on disk every actor compiles vLLM's and torch's 6,000 modules anew, which doubles the time to the first step.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test unit lint clean
+.PHONY: install demo test unit long lint clean
 
 install: $(VENV)/.installed
 
@@ -32,7 +32,10 @@ test: install
 	$(BIN)/python -m pytest
 
 unit: install
-	$(BIN)/python -m pytest tests/unit envs -m "not integration"
+	$(BIN)/python -m pytest tests/unit envs -m "not integration and not long"
+
+long: install
+	$(BIN)/python -m pytest -m long
 
 lint: install
 	$(BIN)/ruff check .

@@ -142,6 +142,7 @@ def test_a_checkpoint_is_evaluated_and_exported(trained):
     assert (trained.parent / "exported/critic").is_dir()
 
 
+@pytest.mark.long
 def test_a_lent_replica_evaluates_while_the_other_trains(trained, tmp_path):
     """Two engines on two cores are more than the plan allows, and enough for a test."""
     command = [

@@ -53,6 +53,7 @@ def test_every_part_is_killed_once_and_the_weights_are_those_of_an_undisturbed_r
     assert gone_within(folder, 5) == []
 
 
+@pytest.mark.long
 def test_a_silent_actor_is_noticed_within_seconds_and_replaced(calm):
     folder = calm / "silent"
     run = Run([*options(calm, steps=STEPS), f"run.dir={folder}"], folder, scripted=True, log=calm / "silent.log")
@@ -92,6 +93,7 @@ def test_interrupted_twice_it_ends_at_once(calm):
     assert gone_within(folder, 5) == []
 
 
+@pytest.mark.long
 def test_on_vllm_an_engine_and_the_learner_are_replaced(tmp_path):
     folder = tmp_path / "run"
     run = Run([*REAL, f"run.dir={folder}", f"warmstart.cache_dir={tmp_path}/cache"], folder, scripted=False, log=tmp_path / "log")
