@@ -17,7 +17,7 @@ from sao.runtime.models import facts, make_base
 from sao.trajectory import SamplingSpec
 from tests.integration.tiny import log_softmax
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
