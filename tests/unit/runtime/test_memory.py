@@ -32,12 +32,12 @@ def configured() -> Config:
     return config
 
 
-def test_the_engine_holds_weights_twice_and_its_cache():
+def test_the_engine_holds_weights_a_packed_head_and_its_cache():
     config = configured()
     parts = engine_parts(config, model(), on_gpu=False)
-    assert parts["weights"] == 800 and parts["KV"] == config.engine.kv_cache_mb
+    assert parts["weights"] == 400 + 64 and parts["KV"] == config.engine.kv_cache_mb
     config.engine.dtype = "bfloat16"
-    assert engine_parts(config, model(), on_gpu=False)["weights"] == 400
+    assert engine_parts(config, model(), on_gpu=False)["weights"] == 200 + 32
     assert "weights" not in engine_parts(config, model(), on_gpu=True), "there they are the GPU's"
 
 
@@ -130,3 +130,31 @@ def test_the_cache_must_hold_one_whole_sequence():
         check_plan(config, make_plan(config, model(), HERE), model())
     config.engine.dtype = "bfloat16"
     check_plan(config, make_plan(config, model(), HERE), model())
+
+
+MEASURED = [  # MB of peak resident memory; see sao.runtime.memory
+    ("float32", 1024, 2575),
+    ("bfloat16", 1024, 2146),
+]
+
+
+@pytest.mark.parametrize(("dtype", "kv", "measured"), MEASURED)
+def test_the_engine_s_bound_is_above_what_smollm2_took_and_not_far(dtype, kv, measured):
+    config = configured()
+    config.engine.dtype, config.engine.kv_cache_mb = dtype, kv
+    planned = sum(engine_parts(config, smollm2(), on_gpu=False).values())
+    assert measured <= planned <= 1.3 * measured
+
+
+@pytest.mark.parametrize(("tokens", "autocast", "measured"), [(512, False, 3147), (2048, True, 5627)])
+def test_the_learner_s_bound_is_above_what_a_policy_s_step_took_and_not_far(tokens, autocast, measured):
+    config = configured()
+    config.learner.tokens_per_micro_batch, config.model.autocast = tokens, autocast
+    parts = learner_parts(config, smollm2(), on_gpu=False)
+    planned = sum(parts.get(part, 0) for part in ("runtime", "policy", "activations", "bf16 copy"))
+    assert measured <= planned <= 1.3 * measured
+
+
+def smollm2() -> ModelFacts:
+    tensors = {"model.embed_tokens.weight": 28_311_552, "model.layers.0.self_attn.q_proj.weight": 106_203_456}
+    return ModelFacts("m", tensors, 8192, 30, 576, 1536, 49_152, 2 * 30 * 3 * 64)
