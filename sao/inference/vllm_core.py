@@ -38,7 +38,15 @@ class EngineThread:
     """Runs `build()` (-> vLLM LLMEngine) and then the engine, on one daemon thread, until `close`."""
 
     def __init__(
-        self, build: Callable[[], Any], *, name: str, slots: int, kv_on_publish: str, canary_tolerance: float, incarnation: int, interval_s: float = 0.0
+        self,
+        build: Callable[[], Any],
+        *,
+        name: str,
+        slots: int,
+        kv_on_publish: str,
+        canary_tolerance: float,
+        incarnation: int,
+        interval_s: float = 0.0,
     ) -> None:
         self.name = name
         self.version = 0
