@@ -194,13 +194,16 @@ class TrainingLoop:
         self._next_ordinal += 1
         self.ledger.submit(episode_id, task.task_id, task.environment, task.workload, self.published_version)
         self._issued[episode_id.ordinal] = Issued(task, cursor)
-        return EpisodeRequest(episode_id, task, self.published_version, incarnation=self.incarnation)
+        return self._request(episode_id, task)
 
     def _reissue(self, ordinal: int) -> EpisodeRequest:
         """An episode that was running when the run stopped begins anew under the weights of now."""
         episode_id = self.ledger.entries[ordinal].episode_id
         self.ledger.restart(episode_id, self.published_version)
-        return EpisodeRequest(episode_id, self._issued[ordinal].task, self.published_version, incarnation=self.incarnation)
+        return self._request(episode_id, self._issued[ordinal].task)
+
+    def _request(self, episode_id: EpisodeId, task: Task) -> EpisodeRequest:
+        return EpisodeRequest(episode_id, task, self.published_version, incarnation=self.incarnation)
 
     def _needed(self) -> bool:
         """Whether the steps that remain cannot be filled from what is already in flight."""
@@ -223,7 +226,7 @@ class TrainingLoop:
                 self._signal()
                 return
             episode_id = self.ledger.retry(request.episode_id, outcome.reason, outcome.tokens, self.published_version)
-            request = EpisodeRequest(episode_id, request.task, self.published_version, incarnation=self.incarnation)
+            request = self._request(episode_id, request.task)
 
     def _accept(self, finished: Finished[Any]) -> None:
         self.ledger.finish(finished.meta)

@@ -61,8 +61,7 @@ class TorchLearner:
         self.device = choose_device(config.learner.device)
         self.version = 0
         self._explained_in_a_row = 0
-        model = config.model
-        loading: dict[str, Any] = {"dtype": model.dtype, "attention_name": config.learner.attention, "trust_remote_code": model.trust_remote_code}
+        model, loading = config.model, self._loading()
         policy = load_policy(model_path, **loading).to(self.device)
         reference = copy.deepcopy(policy).requires_grad_(False) if config.algo.kl_coef else None
         critic = load_critic(model_path, config.critic.path, head_init=config.critic.head_init, **loading).to(self.device)
@@ -73,6 +72,11 @@ class TorchLearner:
         self._ring = VersionRing(policy, config.rollout.staleness + 1) if check_logprobs else None
         if self._ring:
             self._ring.push(0, policy)
+
+    def _loading(self) -> dict[str, Any]:
+        """How models are read from a directory."""
+        model = self.config.model
+        return {"dtype": model.dtype, "attention_name": self.config.learner.attention, "trust_remote_code": model.trust_remote_code}
 
     def step(self, trajectories: Sequence[Trajectory], step: int) -> StepReport:
         """Train on one batch. step: batches trained before this one, critic-only ones included (0-based).
@@ -262,12 +266,7 @@ class TorchLearner:
         """
         root = Path(directory)
         state = torch.load(root / STATE_FILE, map_location=self.device, weights_only=True)
-        model = self.config.model
-        loading: dict[str, Any] = {
-            "dtype": model.dtype,
-            "attention_name": self.config.learner.attention,
-            "trust_remote_code": model.trust_remote_code,
-        }
+        loading = self._loading()
         try:
             self.policy.model.load_state_dict(load_policy(str(root / "policy"), **loading).state_dict())
             self.critic.model.load_state_dict(load_critic("", str(root / "critic"), head_init="zero", **loading).state_dict())
