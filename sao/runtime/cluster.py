@@ -255,6 +255,7 @@ class Cluster:
                     if not failure.lost:
                         raise
                     reason = str(failure)
+                    self._born[name] = time.monotonic()  # a start that fails is the shortest of lives
             self.on_event(f"{name} is back after {time.monotonic() - started:.0f} s")
 
     async def _start_again(self, name: str) -> None:
