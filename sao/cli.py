@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from sao.errors import SystemFailure, UserError
 
@@ -99,15 +98,17 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from sao.report.html import write_report
+    from sao.runtime.saved import run_folder
 
-    print(write_report(_run_folder(args.run)))
+    print(write_report(run_folder(args.run)))
     return 0
 
 
 def _inspect(args: argparse.Namespace) -> int:
     from sao.report.inspect import main as inspect
+    from sao.runtime.saved import run_folder
 
-    inspect(_run_folder(args.run), step=args.step, episode=args.episode)
+    inspect(run_folder(args.run), step=args.step, episode=args.episode)
     return 0
 
 
@@ -115,13 +116,6 @@ def _bench(args: argparse.Namespace) -> int:
     from sao.bench import bench
 
     return bench(args.ids)
-
-
-def _run_folder(path: str) -> Path:
-    folder = Path(path)
-    if not (folder / "config.yaml").is_file():
-        raise UserError(f"{path} is no run folder: it has no config.yaml")
-    return folder
 
 
 def parser() -> argparse.ArgumentParser:

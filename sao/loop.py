@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from sao.config import Config
 from sao.environment import Task
 from sao.errors import EnvironmentFailure, LearnerFailure
-from sao.inference.protocol import EngineSnapshot, PublishReport
+from sao.inference.protocol import PublishReport
 from sao.learner.protocol import StepReport
 from sao.ledger import Ledger
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest, EpisodeRunner
@@ -56,8 +56,6 @@ class EngineHandle(Protocol):
     async def publish(self, weights: Any, version: int) -> Sequence[PublishReport]:
         """Return once every live engine acknowledged."""
         ...
-
-    async def snapshots(self) -> Sequence[EngineSnapshot]: ...
 
 
 class Observer(Protocol):
@@ -207,7 +205,11 @@ class TrainingLoop:
 
     def _needed(self) -> bool:
         """Whether the steps that remain cannot be filled from what is already in flight."""
-        return self.ledger.trained + len(self.ledger.entries) < self.total_batches * self.config.train.batch_size
+        return len(self.ledger.entries) < self._remaining()
+
+    def _remaining(self) -> int:
+        """Episodes that the steps not yet done take, the one being trained included."""
+        return (self.total_batches - self.batches_done) * self.config.train.batch_size
 
     async def _episode(self, request: EpisodeRequest) -> None:
         """Run one prompt to a trajectory or to a named loss, with the retries the configuration grants."""
@@ -360,7 +362,16 @@ class TrainingLoop:
             report = await self._learn(batch, step)
             seconds = time.monotonic() - started
             self.observer.step(StepRow(step, report, batch, version, 0.0, seconds, 0.0, seconds))
+        self._drop_surplus()
         await self._publish()
+
+    def _drop_surplus(self) -> None:
+        """Let go what no step can take any more: an episode that was dropped after the checkpoint, and replaced, is in flight again with its replacement trained."""
+        by_loss = sorted(self.ledger.entries.values(), key=lambda entry: (entry.state == "running", entry.episode_id), reverse=True)
+        for entry in by_loss[: max(0, len(by_loss) - self._remaining())]:
+            self.ledger.drop(entry.episode_id, "surplus")
+            self._issued.pop(entry.episode_id.ordinal, None)
+            self.buffer.items = [item for item in self.buffer.items if item.meta.episode_id != entry.episode_id]
 
     def _readmit(self, batch: Sequence[Finished[Any]]) -> None:
         """Bring the episodes of a replayed batch to where a step finds them, those included that were submitted after the checkpoint."""

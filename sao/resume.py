@@ -7,7 +7,9 @@ from pathlib import Path
 
 from sao.config import Config
 from sao.config_load import check, from_yaml, leaf_keys, overlay, value_of
-from sao.errors import UserError
+from sao.errors import ConfigError, UserError
+from sao.runtime.run_folder import read_command, started_by
+from sao.runtime.saved import run_folder
 
 PREFIX = "resume="
 # What the trained weights, the account of prompts and the staleness bound rest on. Everything else may differ from one sitting to the next.
@@ -22,12 +24,21 @@ def split(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
     return (named[0] if named else None), [text for text in overrides if not text.startswith(PREFIX)]
 
 
+def _written_config(folder: Path) -> Config:
+    """The configuration a run was started with. One that this version cannot read was most likely written by another, which is then named."""
+    try:
+        return from_yaml(folder / "config.yaml")
+    except ConfigError as error:
+        by = read_command(folder).get("sao", "an unknown version")
+        raise UserError(
+            f"resume={folder}: the run was started by SAO {by}, this is {started_by()}, and the configuration differs ({error})"
+        ) from None
+
+
 def load(run: str, overrides: Sequence[str]) -> tuple[Config, list[str]]:
     """The configuration of a run folder with `overrides` applied, and one line for each key that differs. Refuses changes of FIXED keys."""
-    folder = Path(run).expanduser().resolve()
-    if not (folder / "config.yaml").is_file():
-        raise UserError(f"resume={run} is no run folder: it has no config.yaml")
-    before = from_yaml(folder / "config.yaml")
+    folder = run_folder(run, PREFIX)
+    before = _written_config(folder)
     config = overlay(before, overrides)
     check(config)
     changes = []

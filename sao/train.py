@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from sao.config import Config
 from sao.config_load import environments, to_yaml
@@ -24,7 +26,7 @@ from sao.runtime.cluster import Cluster
 from sao.runtime.models import check_tokenizer, facts, prepare
 from sao.runtime.plan import check_plan, machine, make_plan
 from sao.runtime.remote import RemoteLearner, RemoteWorkers
-from sao.runtime.run_folder import RunFolder, choose
+from sao.runtime.run_folder import RunFolder, choose, started_by
 from sao.runtime.run_store import RunCheckpointer, RunStore
 from sao.tasks.source import TaskSource, build_held_out, build_source, check_arguments
 
@@ -54,10 +56,11 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
         print(plan.text())
         print("dry run: everything checks out; nothing was started")
         return 0
-    with RunFolder(choose(config), resume=resume) as folder:
+    with RunFolder(choose(config), resume=resume) as folder, _disk_faults(folder.path):
         folder.write_text("config.yaml", to_yaml(config))
         folder.write_text("plan.txt", plan.text() + "\n")
-        folder.write_json("command.json", {"verb": "train", "overrides": list(overrides), "model": model_path, "incarnation": folder.incarnation})
+        command = {"verb": "train", "overrides": list(overrides), "model": model_path, "incarnation": folder.incarnation, "sao": started_by()}
+        folder.write_json("command.json", command)
         sweeper.start()
         observer = RunObserver(folder, config, started)
         job = Job(config, source, held_out, model_path, folder, observer)
@@ -70,6 +73,18 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
             if config.logger.report:
                 print(f"report: {write_report(folder.path)}")
     return INTERRUPTED if job.stopped else 0
+
+
+@contextlib.contextmanager
+def _disk_faults(folder: Path) -> Iterator[None]:
+    """A disk that takes no more ends the run in one sentence; what was trained until then is on it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):
+            raise
+        where = error.filename or folder
+        raise SystemFailure(f"{where} cannot be written ({error.strerror}); mend that and go on with `sao train resume={folder}`") from error
 
 
 class Job:

@@ -11,7 +11,7 @@ import numpy as np
 
 from sao.config import Config
 from sao.environment import Task
-from sao.inference.protocol import EngineSnapshot, PublishReport
+from sao.inference.protocol import PublishReport
 from sao.learner.protocol import StepReport
 from sao.loop import StepRow
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
@@ -88,9 +88,6 @@ class FakeEngines:
         self.version = version
         self.history.append(version)
         return [PublishReport("engine-0", version, 0.0, 0.0, 0.0, 0, 0.0, 1)]
-
-    async def snapshots(self) -> Sequence[EngineSnapshot]:
-        return []
 
 
 class TimedWorkers:

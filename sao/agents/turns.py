@@ -48,7 +48,8 @@ class Limits:
     """What bounds an episode.
 
     max_turns; max_turn_tokens sampled in one turn; max_tokens of the whole episode, prompt included; max_model_len of one segment (0: none);
-    time_limit_s from start to end; observation_limit characters of one message of a step (0: none).
+    time_limit_s from start to end; observation_limit characters of one message of a step (0: none). answer_grace_s: how long after the deadline an
+    engine, which ends the request then, may take to hand over what it sampled.
     """
 
     max_turns: int = 8
@@ -57,6 +58,7 @@ class Limits:
     max_model_len: int = 0
     time_limit_s: float = 60.0
     observation_limit: int = 4096
+    answer_grace_s: float = 3.0
 
 
 class _OutOfTime(Exception):
@@ -213,6 +215,8 @@ class _Episode:
             turn.at = self.log.position[1]
             if turn.ids and turn.ids[-1] in self.sampling.stop:
                 return False
+            if generation.finish == "time":
+                raise _OutOfTime
             if generation.finish != "drained":
                 if generation.finish == "length" and len(turn.ids) < budget:
                     # The engine's context is shorter than the limits say (max_model_len 0: not given): no more of it either.
@@ -234,12 +238,13 @@ class _Episode:
             workload=self.task.workload,
             purpose=self.purpose,
             pinned_version=self.pinned_version,
+            time_limit_s=self._time_left(),
         )
         self.requests += 1
         began = time.monotonic()
         generation: Generation | None = None
         try:
-            generation = await self._within(lambda: self.generate(request))
+            generation = await self._within(lambda: self.generate(request), self.limits.answer_grace_s)
         except (SystemFailure, UserError, _OutOfTime):
             raise
         except Exception as problem:
@@ -324,12 +329,15 @@ class _Episode:
     def _raised(self, method: str, problem: BaseException) -> EnvironmentFailure:
         return EnvironmentFailure(f"{self.name}.{method} raised {type(problem).__name__} on task {self.task.task_id}: {_short(problem)}")
 
-    async def _within(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Await `call()` until the deadline; a cancellation that nobody asked of this task is an error of the callee, not the end of the worker."""
+    def _time_left(self) -> float:
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise _OutOfTime
-        scope = asyncio.timeout(left)
+        return left
+
+    async def _within(self, call: Callable[[], Awaitable[_T]], grace_s: float = 0.0) -> _T:
+        """Await `call()` until the deadline (and `grace_s` more); a cancellation that nobody asked of this task is an error of the callee, not the end of the worker."""
+        scope = asyncio.timeout(self._time_left() + grace_s)
         try:
             async with scope:
                 return await call()

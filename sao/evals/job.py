@@ -117,7 +117,7 @@ def make_job(arguments: Sequence[str]) -> Job:
 
 
 def _of_run(own: dict[str, str], overrides: Sequence[str]) -> Subject:
-    run = saved.run_folder(own["run"])
+    run = saved.run_folder(own["run"], "run=")
     name = own.get("checkpoint", saved.FINAL)
     checkpoint = saved.checkpoint(run, name)
     config = from_yaml(run / "config.yaml")

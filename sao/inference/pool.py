@@ -12,6 +12,7 @@ handle turns the death of its actor into an EngineFailure). Invariants:
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -237,9 +238,12 @@ class EnginePool:
         if request.sampling.max_tokens < 1:
             raise RequestRefused(f"request {request.request_id}: the budget is {request.sampling.max_tokens} tokens, it must be at least 1")
         turn, avoid, reissued = _Turn(request), "", False
+        began = time.monotonic()
         while True:
             call = turn.next_request()
             member = await self._choose(call, avoid)
+            if request.time_limit_s is not None:
+                call = replace(call, time_limit_s=max(0.0, request.time_limit_s - (time.monotonic() - began)))
             try:
                 part = await self._serve(member, call)
             except RequestRefused:

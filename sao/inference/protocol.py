@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 from sao.trajectory import Purpose, SamplingSpec
 from sao.weights.bundle import WeightBundle
 
-GenerationFinish = Literal["stop", "length", "drained"]
+GenerationFinish = Literal["stop", "length", "time", "drained"]
 
 
 @dataclass(frozen=True, eq=False)
 class GenerateRequest:
     """Continue `token_ids` by at most `sampling.max_tokens` (the budget that remains of the turn).
 
-    session: routing key, one per episode. pinned_version: refuse to serve under any other weights (evaluation).
+    session: routing key, one per episode. pinned_version: refuse to serve under any other weights (evaluation). time_limit_s: seconds from the
+    engine's receipt after which it ends the request with what was sampled and finish `time`; relative, because hosts do not share a clock.
     """
 
     request_id: str
@@ -33,6 +34,7 @@ class GenerateRequest:
     workload: str = "default"
     purpose: Purpose = "train"
     pinned_version: int | None = None
+    time_limit_s: float | None = None
     stream: bool = False
 
 

@@ -7,6 +7,7 @@ serves them. A test may let its own model sample (`policy`), set latencies, and 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -121,11 +122,14 @@ class ScriptedEngine:
         logprobs: list[float] = []
         versions: list[int] = []
         sent, finished = 0, False
+        deadline = math.inf if request.time_limit_s is None else arrived + request.time_limit_s
         try:
             while not finished:
                 finish: GenerationFinish | None = None
                 if self._drains != drains:
                     finish = "drained"
+                elif self._clock() >= deadline:
+                    finish = "time"
                 for _ in range(0 if finish else self._tick):
                     if self._fault is not None:
                         self._fault(request, len(tokens))
@@ -135,6 +139,9 @@ class ScriptedEngine:
                         raise GenerationLost(self._dead, len(tokens))
                     if self._drains != drains:
                         finish = "drained"
+                        break
+                    if self._clock() >= deadline:
+                        finish = "time"
                         break
                     token, logprob = self._sample(prompt + tokens, spec.seed, spec.stop)
                     tokens.append(token)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
@@ -149,6 +150,7 @@ class EngineThread:
             while not self._stop and self.failure is None:
                 began = time.monotonic()
                 self._take_commands(block=not (self._live or (self._open and self._waiting)))
+                self._expire()
                 self._admit()
                 if self._engine.has_unfinished_requests():
                     self._step()
@@ -173,7 +175,11 @@ class EngineThread:
 
     def _take_commands(self, block: bool) -> None:
         if block:
-            self._commands.get()()
+            deadline = min((job.deadline for job in self._waiting), default=math.inf)
+            try:
+                self._commands.get(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))()
+            except queue.Empty:
+                return
         while True:
             try:
                 command = self._commands.get_nowait()
@@ -249,6 +255,31 @@ class EngineThread:
         elif job in self._waiting:
             self._waiting.remove(job)
 
+    def _expire(self) -> None:
+        """End the requests whose time is up with what they have."""
+        now = time.monotonic()
+        for job in [job for job in self._waiting if job.deadline <= now]:
+            self._waiting.remove(job)
+            self._deliver(job, self._untouched(job, "time"))
+        late = [job for job in self._live.values() if job.deadline <= now]
+        for job in late:
+            self._deliver(job, self._so_far(job, "time"))
+            del self._live[job.key]
+        if late:
+            self._engine.abort_request([job.internal for job in late], internal=True)
+
+    def _untouched(self, job: Job, finish: GenerationFinish) -> Generation:
+        """The end of a request that never ran."""
+        empty = np.empty(0, np.int32)
+        return Generation(empty, empty.astype(np.float32), empty, finish, self.name, len(job.request.token_ids))
+
+    def _so_far(self, job: Job, finish: GenerationFinish) -> Generation:
+        """What a running request has sampled and not been handed yet, as its end."""
+        state = self._engine.output_processor.request_states[job.internal]
+        tokens = list(state.detokenizer.output_token_ids[job.sent :])
+        flat = state.logprobs_processor.logprobs[job.sent :] if tokens else None
+        return self._generation(job, tokens, flat, finish, None, state.num_cached_tokens, state.stats.scheduled_ts)
+
     def _step(self) -> list[Any]:
         """One engine step; delivers what belongs to jobs and returns the outputs that do not (scoring)."""
         began = time.monotonic()
@@ -319,16 +350,11 @@ class EngineThread:
             self._idle.append(idle)
             return idle
         drained = [*self._live.values(), *self._waiting]
-        states = self._engine.output_processor.request_states
-        empty = np.empty(0, np.int32)
         for job in self._live.values():
-            state = states[job.internal]
-            tokens = state.detokenizer.output_token_ids[job.sent :]
-            flat = state.logprobs_processor.logprobs[job.sent :] if tokens else None
-            self._deliver(job, self._generation(job, list(tokens), flat, "drained", None, state.num_cached_tokens, state.stats.scheduled_ts))
+            self._deliver(job, self._so_far(job, "drained"))
         self._engine.abort_request([job.internal for job in self._live.values()], internal=True)
         for job in self._waiting:
-            self._deliver(job, Generation(empty, empty.astype(np.float32), empty, "drained", self.name, len(job.request.token_ids)))
+            self._deliver(job, self._untouched(job, "drained"))
         self._live.clear()
         self._waiting.clear()
         return len(drained)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -136,7 +137,9 @@ class VllmEngine:
         engine does not have; EngineFailure when the engine dies. A budget beyond the context ends there with finish `length`.
         """
         self._check(request)
-        job = Job(request, asyncio.get_running_loop(), asyncio.Queue(), time.monotonic())
+        arrived = time.monotonic()
+        deadline = arrived + (math.inf if request.time_limit_s is None else request.time_limit_s)
+        job = Job(request, asyncio.get_running_loop(), asyncio.Queue(), arrived, deadline)
         self._thread.submit(job)
         ended = False
         try:

@@ -17,12 +17,16 @@ Result = Generation | EngineFailure
 
 @dataclass(eq=False)
 class Job:
-    """One request on its way through the engine. `marks` are (tokens sampled before, version): our own account of the spans."""
+    """One request on its way through the engine. `marks` are (tokens sampled before, version): our own account of the spans.
+
+    arrived and deadline are time.monotonic(); a request without a time limit has deadline inf.
+    """
 
     request: GenerateRequest
     loop: asyncio.AbstractEventLoop
     results: asyncio.Queue[Result]
     arrived: float
+    deadline: float
     key: str = ""
     internal: str = ""
     salt: str = ""

@@ -5,21 +5,23 @@ Heavy imports happen inside the constructors, so that the driver can name these 
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sao.config import Config, EnvConfig
+from sao.runtime.processes import identity
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from sao.errors import SystemFailure
     from sao.inference.protocol import EngineSnapshot, GenerateRequest, Generation, PublishReport
     from sao.learner.protocol import StepReport
     from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
@@ -183,8 +185,11 @@ class LearnerActor:
         return self.learner.gather(), None
 
     def export(self, directory: str) -> None:
+        from sao.errors import LearnerFailure
+
         self._written()
-        self.learner.export(directory)
+        with _disk_faults(LearnerFailure, f"{directory} cannot be written ({{}}); free space and go on with `sao train resume=RUN`"):
+            self.learner.export(directory)
 
     def save(self, directory: str, *buffered: Trajectory) -> None:
         """The learner's part of a checkpoint, and the trajectories that wait for a batch."""
@@ -193,11 +198,9 @@ class LearnerActor:
         from sao.runtime.checkpoints import BUFFER
 
         self._written()
-        try:
+        with _disk_faults(CheckpointFailure, f"{directory} cannot be written ({{}}); free space or set checkpoint.every=0"):
             self.learner.save(directory)
             write_file(Path(directory) / BUFFER, -1, buffered)
-        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
-            raise CheckpointFailure(f"{directory} cannot be written ({error}); free space or set checkpoint.every=0") from error
 
     def restore(self, directory: str) -> None:
         self.learner.restore(directory)
@@ -214,22 +217,12 @@ class LearnerActor:
             raise LearnerFailure(f"the run store cannot be written ({error}); free space and go on with `sao train resume=RUN`") from error
 
 
-def identity() -> dict[str, Any]:
-    """Which process this is: its pid and when it began, so that a reused pid is not taken for it."""
-    import psutil
+@contextlib.contextmanager
+def _disk_faults(failure: type[SystemFailure], message: str) -> Iterator[None]:
+    """A disk that takes no more, by whatever name: torch calls it a RuntimeError, safetensors an error of its own. The cause goes into `message`."""
+    from safetensors import SafetensorError
 
-    return {"pid": os.getpid(), "started": psutil.Process().create_time()}
-
-
-async def gather_ready(calls: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Await the `ready` answer of every actor; the name of the one that failed or hung travels with the error."""
-    from sao.errors import SystemFailure
-    from sao.runtime.remote import as_coroutine
-
-    async def one(name: str, reference: Any) -> tuple[str, Any]:
-        try:
-            return name, await asyncio.wait_for(as_coroutine(reference), timeout_s)
-        except TimeoutError:
-            raise SystemFailure(f"{name} was not ready after {timeout_s:.0f} s; see logs/{name}.log in the run folder") from None
-
-    return dict(await asyncio.gather(*(one(name, reference) for name, reference in calls.items())))
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise failure(message.format(error)) from error

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -18,11 +19,12 @@ from sao.config import Config, EnvConfig
 from sao.errors import SystemFailure, UserError, WorkerFailure
 from sao.inference.pool import EnginePool, PoolEvent
 from sao.inference.protocol import EngineSnapshot
-from sao.runtime.actors import EngineActor, LearnerActor, WorkerActor, gather_ready, thread_environment
-from sao.runtime.memory import MB, object_store_mb
+from sao.runtime.actors import EngineActor, LearnerActor, WorkerActor, thread_environment
+from sao.runtime.memory import MB, object_store_mb, with_advice
 from sao.runtime.models import facts
 from sao.runtime.plan import gpu_shares
-from sao.runtime.remote import RemoteEngine, RemoteLearner, RemoteWorkers, call, lost
+from sao.runtime.processes import is_alive, kernel_oom_kills
+from sao.runtime.remote import RemoteEngine, RemoteLearner, RemoteWorkers, call
 from sao.runtime.run_folder import write_atomically
 from sao.runtime.run_store import RunStore
 
@@ -65,6 +67,7 @@ class Cluster:
         self._born: dict[str, float] = {}
         self._short_lives: Counter[str] = Counter()
         self._began = time.monotonic()
+        self._oom_kills = kernel_oom_kills()
         self._owns_ray = False
 
     async def __aenter__(self) -> Cluster:
@@ -164,17 +167,10 @@ class Cluster:
         self._write_actors()
 
     async def _ready(self, actors: Mapping[str, Any]) -> dict[str, Any]:
-        import ray.exceptions as rx
-
-        try:
-            return await gather_ready({name: actor.ready.remote() for name, actor in actors.items()}, self.config.engine.start_timeout_s)
-        except rx.RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, UserError | SystemFailure):
-                raise cause from None
-            raise SystemFailure(f"an actor failed to start with {type(cause).__name__}: {cause}; see logs/ in {self.run_dir}") from error
-        except rx.RayActorError as error:
-            raise lost(SystemFailure, f"an actor died while starting ({_reason(error)}); see logs/ in {self.run_dir}") from None
+        """Await that every actor is up; the name of one that fails or hangs travels with the error."""
+        limit = self.config.engine.start_timeout_s
+        answers = [call(actor.ready.remote(), name, SystemFailure, limit, "engine.start_timeout_s") for name, actor in actors.items()]
+        return dict(zip(actors, await asyncio.gather(*answers), strict=True))
 
     def _write_actors(self) -> None:
         text = json.dumps({"driver": {"pid": os.getpid()}} | self.identities, indent=2)
@@ -245,6 +241,7 @@ class Cluster:
             if name.startswith("engine-") and self.pool is not None:
                 self.pool.remove(name, reason)
             started = time.monotonic()
+            reason = self._with_advice(name, reason)
             while True:
                 self._give_up_if_hopeless(name, reason)
                 self.on_event(f"{name} is replaced: {reason}")
@@ -254,7 +251,7 @@ class Cluster:
                 except SystemFailure as failure:
                     if not failure.lost:
                         raise
-                    reason = str(failure)
+                    reason = self._with_advice(name, str(failure))
                     self._born[name] = time.monotonic()  # a start that fails is the shortest of lives
             self.on_event(f"{name} is back after {time.monotonic() - started:.0f} s")
 
@@ -293,18 +290,15 @@ class Cluster:
 
     def _end(self, name: str) -> None:
         """Make sure the old process is gone: Ray asks a process to end itself, which a stopped one cannot hear."""
-        import psutil
         import ray
 
         with contextlib.suppress(ray.exceptions.RayError):
             ray.kill(self.actors[name])
         identity = self.identities.get(name, {})
-        with contextlib.suppress(psutil.Error, KeyError):
-            process = psutil.Process(identity["pid"])
-            if process.create_time() == identity["started"]:
-                process.kill()
+        if is_alive(identity):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(identity["pid"], signal.SIGKILL)
 
-
-def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    def _with_advice(self, name: str, reason: str) -> str:
+        kills, self._oom_kills = self._oom_kills, kernel_oom_kills()
+        return with_advice(name, reason, killed_by_kernel=self._oom_kills > kills)

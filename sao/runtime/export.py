@@ -18,7 +18,7 @@ def export_command(arguments: Sequence[str]) -> int:
     for key in ("run", "to"):
         if not own.get(key):
             raise ConfigError(f"sao export needs {key}=FOLDER")
-    source = saved.checkpoint(saved.run_folder(own["run"]), own.get("checkpoint", saved.FINAL))
+    source = saved.checkpoint(saved.run_folder(own["run"], "run="), own.get("checkpoint", saved.FINAL))
     target = Path(own["to"]).expanduser().resolve()
     parts = export(source, target)
     print("\n".join(f"{part}: {target / part}" for part in parts))

@@ -17,6 +17,17 @@ MB = 1024 * 1024
 BYTES = {"float32": 4, "bfloat16": 2}
 Parts = dict[str, int]
 
+# What to lower when an actor of this kind has run out of memory, and the words by which torch, CUDA, vLLM, Ray and Python say so.
+KEYS = {
+    "engine": "engine.kv_cache_mb, engine.max_num_seqs or engine.max_model_len",
+    "learner": "learner.tokens_per_micro_batch or rollout.max_tokens",
+    "worker": "rollout.max_running",
+}
+NO_MEMORY = re.compile(
+    r"out of memory|OutOfMemory|allocate memory|not enough memory|MemoryError|bad_alloc|low on memory|memory for the cache blocks|KV cache is needed",
+    re.IGNORECASE,
+)
+
 RAY_MB = 950  # the driver, the GCS, the raylet, and Ray's five helpers
 ENGINE_RUNTIME_MB = 1350
 LEARNER_RUNTIME_MB = 550
@@ -27,6 +38,17 @@ LOGIT_ELEMENTS, LOGIT_COPIES = 1 << 24, 4
 # Saved for the backward pass, per token and layer: the two norms, the projections' inputs, q, k, v (heads repeated) and attention's output, the
 # residual; and the gate, the up projection, the activation and their product.
 WIDTHS_PER_LAYER, FEED_FORWARDS_PER_LAYER = 12, 4
+
+
+def with_advice(actor: str, reason: str, *, killed_by_kernel: bool = False) -> str:
+    """The reason an actor failed, with the keys to lower when it was a want of memory."""
+    if not killed_by_kernel and not NO_MEMORY.search(reason):
+        return reason
+    keys = KEYS.get(actor.partition("-")[0])
+    if keys is None or keys in reason:
+        return reason
+    said = "the kernel killed a process for lack of memory" if killed_by_kernel else "it ran out of memory"
+    return f"{reason}; {said}: lower {keys}"
 
 
 def object_store_mb(config: Config, model: ModelFacts) -> int:

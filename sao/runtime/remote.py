@@ -11,26 +11,35 @@ from sao.inference.protocol import Canary, EngineSnapshot, GenerateRequest, Gene
 from sao.learner.protocol import StepReport
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
 from sao.rollout.staleness import Finished
+from sao.runtime.memory import with_advice
 from sao.runtime.run_store import RunStore
 
 T = TypeVar("T")
 
 
-async def call(reference: Awaitable[T], actor: str, failure: type[SystemFailure], timeout_s: float) -> T:
-    """Await a Ray call. Errors of ours come back as they were raised; a dead or silent actor becomes a `failure` with `lost` set."""
+async def call(reference: Awaitable[T], actor: str, failure: type[SystemFailure], timeout_s: float, key: str = "") -> T:
+    """Await a Ray call. Errors of ours come back as they were raised; a dead or silent actor becomes a `failure` with `lost` set.
+
+    `key` is the configuration's name for the time limit, to be named when it passes.
+    """
     import ray.exceptions as rx
 
     try:
         return await asyncio.wait_for(as_coroutine(reference), timeout_s)
     except TimeoutError:
-        raise lost(failure, f"{actor} did not answer within {timeout_s:.0f} s; see logs/{actor}.log in the run folder") from None
+        limit = f"{timeout_s:.0f} s ({key})" if key else f"{timeout_s:.0f} s"
+        raise lost(failure, f"{actor} did not answer within {limit}; see logs/{actor}.log in the run folder") from None
     except rx.RayTaskError as error:
         cause = error.cause
+        if isinstance(cause, SystemFailure) and cause.args:
+            cause.args = (with_advice(actor, str(cause)), *cause.args[1:])
         if isinstance(cause, SaoError):
             raise cause from None
-        raise failure(f"{actor} failed with {type(cause).__name__}: {cause}; see logs/{actor}.log in the run folder") from error
+        said = f"{actor} failed with {type(cause).__name__}: {cause}; see logs/{actor}.log in the run folder"
+        raise failure(with_advice(actor, said)) from error
     except rx.RayError as error:
-        raise lost(failure, f"{actor} died ({str(error).splitlines()[0]}); see logs/{actor}.log in the run folder") from None
+        said = f"{actor} died ({str(error).splitlines()[0]}); see logs/{actor}.log in the run folder"
+        raise lost(failure, with_advice(actor, said)) from None
 
 
 def lost(failure: type[SystemFailure], message: str) -> SystemFailure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
 import json
 import os
 import time
@@ -46,7 +47,7 @@ class RunFolder:
             lock.close()
             raise UserError(f"run.dir={self.path} is in use by process {owner}; wait for that run or choose another folder") from None
         if self.resume:
-            self.incarnation = 1 + int(json.loads((self.path / "command.json").read_text()).get("incarnation", 0))
+            self.incarnation = 1 + int(read_command(self.path).get("incarnation", 0))
         elif (self.path / "ledger.json").exists() or any((self.path / "trajectories").glob("*.parquet")):
             lock.close()
             raise UserError(f"run.dir={self.path} already holds a run; go on with it by resume={self.path}, or choose another folder")
@@ -70,6 +71,19 @@ class RunFolder:
     def append_json(self, name: str, value: Any) -> None:
         with open(self.path / name, "a") as file:
             file.write(json.dumps(value) + "\n")
+
+
+def started_by() -> str:
+    """The version of this software, as it goes into command.json."""
+    return importlib.metadata.version("sao-rl")
+
+
+def read_command(folder: Path) -> dict[str, Any]:
+    """What command.json says of the run's last start; empty when the run was cut off before it was written."""
+    try:
+        return dict(json.loads((folder / "command.json").read_text()))
+    except FileNotFoundError:
+        return {}
 
 
 def write_atomically(path: Path, text: str) -> None:

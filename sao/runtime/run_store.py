@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sao.errors import CheckpointFailure, DataError
 from sao.report.store import read_file, step_path, stored_steps
@@ -71,10 +72,18 @@ def put(trajectories: Sequence[Trajectory]) -> list[Finished[Any]]:
     return [Finished(trajectory.meta(), ray.put(trajectory)) for trajectory in trajectories]
 
 
+class SavingLearner(Protocol):
+    """What a checkpoint needs of the learner (`sao.runtime.remote.RemoteLearner`)."""
+
+    async def save(self, directory: str, buffered: Sequence[Any]) -> None:
+        """Write the learner's part, and the trajectories behind `buffered`, into `directory`. Raises CheckpointFailure when it cannot be written."""
+        ...
+
+
 class RunCheckpointer:
     """The loop's Checkpointer. A checkpoint that cannot be written is reported and left out: the one before it stays, and the next is tried in its time."""
 
-    def __init__(self, store: RunStore, learner: Any, warn: Any) -> None:
+    def __init__(self, store: RunStore, learner: SavingLearner, warn: Callable[[str], None]) -> None:
         self.store = store
         self.learner = learner
         self.warn = warn
@@ -82,8 +91,6 @@ class RunCheckpointer:
         self.failed = 0
 
     async def save(self, state: dict[str, Any], buffered: Sequence[Any]) -> None:
-        import asyncio
-
         step = state["batches_done"]
         checkpoints = self.store.checkpoints
         scratch = checkpoints.folder

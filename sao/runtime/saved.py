@@ -36,13 +36,13 @@ def own_arguments(arguments: Sequence[str], names: Sequence[str], *, verb: str, 
     return own, rest
 
 
-def run_folder(path: str) -> Path:
-    """The folder of a run that has been started, resolved."""
+def run_folder(path: str, key: str = "") -> Path:
+    """The folder of a run that has been started, resolved. `key` is how the command line names it: `run=`."""
     folder = Path(path).expanduser().resolve()
     if not folder.is_dir():
-        raise UserError(f"run={path} does not exist; name the folder of a run")
+        raise UserError(f"{key}{path} does not exist; name the folder of a run")
     if not (folder / "config.yaml").is_file():
-        raise UserError(f"run={path} is no run folder: it has no config.yaml")
+        raise UserError(f"{key}{path} is no run folder: it has no config.yaml")
     return folder
 
 

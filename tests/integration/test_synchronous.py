@@ -105,9 +105,6 @@ class LocalEngines:
     async def publish(self, weights: Any, version: int) -> Sequence[Any]:
         return [await self.handle.publish(weights[0], version)]
 
-    async def snapshots(self) -> Sequence[Any]:
-        return []
-
 
 def states(learner: TorchLearner) -> dict[str, torch.Tensor]:
     return {

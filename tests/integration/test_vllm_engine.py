@@ -261,6 +261,27 @@ def test_closing_the_gate_lets_running_requests_end_and_holds_new_ones(served):
     assert asyncio.run(run()).finish == "length"
 
 
+def test_a_request_ends_on_time_with_what_it_sampled_wherever_it_is(served):
+    async def run():
+        ask = served.request(temperature=0.0, max_tokens=900, session="calm")
+        calm = asyncio.create_task(served.ask(ask))
+        before = await served.engine.snapshot()
+        late = await served.ask(replace(ask, session="late", time_limit_s=0.3))
+        whole = await calm
+        after = await served.engine.snapshot()
+        await served.engine.drain(export=False)  # the gate is closed: what comes now waits there
+        held = await served.ask(replace(ask, session="held", time_limit_s=0.2))
+        await served.engine.wake()
+        return late, whole, held, after.aborted_requests - before.aborted_requests, after.running
+
+    late, whole, held, aborted, running = asyncio.run(run())
+    assert late.finish == held.finish == "time" and whole.finish == "length" and (aborted, running) == (0, 0)
+    count = len(late.token_ids)
+    assert 0 < count < 900 and late.token_ids.tolist() == whole.token_ids[:count].tolist()
+    np.testing.assert_allclose(late.logprobs, whole.logprobs[:count], atol=MAXIMUM)
+    assert (late.versions == whole.versions[0]).all() and len(held.token_ids) == 0
+
+
 def test_cancelling_a_request_frees_it(served):
     async def run():
         before = await served.engine.snapshot()

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from sao.report.store import read_columns, stored_steps
+from sao.runtime.processes import is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER_MARK = "SAO_TEST_FOLDER"  # in the environment of everything a run of these tests starts
@@ -36,9 +37,8 @@ class Run:
         """The pid `actors.json` names, when that process lives."""
         try:
             entry = json.loads((self.folder / "actors.json").read_text())[actor]
-            process = psutil.Process(entry["pid"])
-            return entry["pid"] if abs(process.create_time() - entry.get("started", process.create_time())) < 1 else None
-        except (OSError, ValueError, KeyError, psutil.Error):
+            return entry["pid"] if is_alive(entry) else None
+        except (OSError, ValueError, KeyError):
             return None
 
     def kill(self, actor: str, number: signal.Signals = signal.SIGKILL) -> bool:

@@ -111,7 +111,7 @@ def test_on_vllm_an_engine_and_the_learner_are_replaced(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["resume=nowhere"], "no run folder"),
+        (["resume=nowhere"], "does not exist"),
         (["resume={run}", "seed=7"], "seed=7 cannot be changed"),
         (["resume={run}", "algo=sao_coding"], "algo.eps_low=0.8 cannot be changed"),
         (["resume={run}", "train.stepz=7"], "train.steps"),

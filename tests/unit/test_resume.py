@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sao.learner.protocol import StepReport
@@ -105,6 +105,9 @@ def sitting(config, disk: Disk | None, step_s, latency, fails, until: float | No
     deaths=st.lists(st.floats(0.5, 12.0), max_size=4),
     seed=st.integers(0, 2**16),
 )
+@example(
+    staleness=4, batch=5, critic_only=0, every=0, failure=0.2, deaths=[3.0, 1.0, 10.0], seed=0
+)  # a dropped episode came back beside its replacement
 def test_any_number_of_sudden_deaths_leaves_one_closed_account(staleness, batch, critic_only, every, failure, deaths, seed):
     config = make_config(staleness=staleness, batch=batch, critic_only=critic_only, steps=6)
     config.checkpoint.every = every

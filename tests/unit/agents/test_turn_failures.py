@@ -78,7 +78,7 @@ def test_engine_failures_are_typed_and_counted(chatml, reply: BaseException, mat
 )
 def test_an_opening_that_breaks_the_contract_is_a_failure(chatml, environment: ScriptedEnvironment, match: str) -> None:
     with pytest.raises(EnvironmentFailure, match=match) as caught:
-        episode(chatml, ScriptedGenerate([]), environment, time_limit_s=0.1)
+        episode(chatml, ScriptedGenerate([]), environment, time_limit_s=0.1, answer_grace_s=0.05)
     assert caught.value.sampled_tokens == 0 and environment.closed == 1
 
 

@@ -23,7 +23,8 @@ CALL = format_call("calculator", {"a": 1, "b": 2})
 
 
 def episode(renderer, generate, environment, **limits: Any) -> Trajectory:  # type: ignore[no-untyped-def]
-    run = run_episode(TASK, environment, renderer, generate, episode_id=(0, 0), admitted_version=0, sampling=SamplingSpec(), limits=Limits(**limits))
+    own = Limits(**{"answer_grace_s": 0.05} | limits)
+    run = run_episode(TASK, environment, renderer, generate, episode_id=(0, 0), admitted_version=0, sampling=SamplingSpec(), limits=own)
     return asyncio.run(run)
 
 
@@ -116,6 +117,21 @@ def test_time_limit_while_sampling_keeps_the_reward(chatml) -> None:
     got = episode(chatml, ScriptedGenerate([[90, chatml.end], 5.0]), environment, time_limit_s=0.2)
     assert got.finish == FinishReason.truncated("time") and got.reward == 0.5 and environment.closed == 1
     assert got.timings[-1].output_tokens == 0 and got.timings[-1].generate_s > 0.05
+
+
+def test_an_engine_that_ends_the_turn_on_time_keeps_its_tokens(chatml) -> None:
+    generate = ScriptedGenerate([[90, chatml.end], ([91, 92], "time")])
+    got = episode(chatml, generate, ScriptedEnvironment([say(reward=0.5)]), time_limit_s=9)
+    assert got.finish == FinishReason.truncated("time") and got.reward == 0.5
+    assert got.sampled_tokens == got.action_tokens == 4 and got.segments[0].token_ids[-2:].tolist() == [91, 92]
+    assert 8 < generate.requests[1].time_limit_s <= generate.requests[0].time_limit_s <= 9
+
+
+def test_an_answer_within_the_grace_counts_and_a_later_one_does_not(chatml) -> None:
+    soon = ScriptedGenerate([0.2, ([90, 91], "time")])
+    assert episode(chatml, soon, ScriptedEnvironment(), time_limit_s=0.1, answer_grace_s=5.0).sampled_tokens == 2
+    late = ScriptedGenerate([5.0, ([90, 91], "time")])
+    assert episode(chatml, late, ScriptedEnvironment(), time_limit_s=0.1).finish == FinishReason.failed("time_limit")
 
 
 def test_an_environment_that_outlasts_the_episode_is_a_failure_and_never_a_reward_of_0(chatml) -> None:

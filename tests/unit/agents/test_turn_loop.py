@@ -236,7 +236,7 @@ def test_reasoning_is_kept_or_forked_never_half(reasoning: str, segments: int) -
 
 def test_a_fork_that_samples_nothing_leaves_no_segment(chatml) -> None:
     environment = ScriptedEnvironment([say(), DONE])
-    got = episode(Breaking(chatml, 1), ScriptedGenerate([[90, chatml.end], 5.0]), environment, Limits(time_limit_s=0.2))
+    got = episode(Breaking(chatml, 1), ScriptedGenerate([[90, chatml.end], 5.0]), environment, Limits(time_limit_s=0.2, answer_grace_s=0.05))
     assert len(got.segments) == 1 and got.finish == FinishReason.truncated("time")
 
 

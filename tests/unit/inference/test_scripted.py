@@ -185,3 +185,18 @@ def test_draining_gives_back_what_runs_and_what_waits():
     count, (running, waiting), held = asyncio.run(run())
     assert count == 2 and running.finish == waiting.finish == "drained"
     assert 0 < len(running.token_ids) < 2000 and len(waiting.token_ids) == 0 and len(held.token_ids) == 3
+
+
+def test_a_request_whose_time_is_up_ends_with_what_it_has():
+    now = 0.0
+
+    async def sleep(seconds):
+        nonlocal now
+        now += seconds
+
+    async def run():
+        engine = ScriptedEngine(token_s=lambda request: 1.0, sleep=sleep, clock=lambda: now)
+        return await complete(engine, request(budget=50, time_limit_s=5.5)), (await engine.snapshot()).aborted_requests
+
+    generation, aborted = asyncio.run(run())
+    assert generation.finish == "time" and len(generation.token_ids) == 5 and aborted == 0

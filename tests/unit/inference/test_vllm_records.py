@@ -1,4 +1,5 @@
 import asyncio
+import math
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -84,7 +85,7 @@ def thread(monkeypatch):
 
 
 def job_on(loop):
-    return Job(GenerateRequest("r", np.asarray([1], np.int32), SamplingSpec(), "s"), loop, asyncio.Queue(), 0.0)
+    return Job(GenerateRequest("r", np.asarray([1], np.int32), SamplingSpec(), "s"), loop, asyncio.Queue(), 0.0, math.inf)
 
 
 def test_a_dead_engine_answers_everybody_and_says_why(thread):

@@ -6,7 +6,7 @@ import pytest
 
 from sao.config import Config
 from sao.errors import ConfigError
-from sao.runtime.memory import MB, activation_bytes, engine_parts, learner_parts, object_store_mb
+from sao.runtime.memory import MB, activation_bytes, engine_parts, learner_parts, object_store_mb, with_advice
 from sao.runtime.models import ModelFacts
 from sao.runtime.plan import Machine, check_plan, make_plan
 
@@ -158,3 +158,24 @@ def test_the_learner_s_bound_is_above_what_a_policy_s_step_took_and_not_far(toke
 def smollm2() -> ModelFacts:
     tensors = {"model.embed_tokens.weight": 28_311_552, "model.layers.0.self_attn.q_proj.weight": 106_203_456}
     return ModelFacts("m", tensors, 8192, 30, 576, 1536, 49_152, 2 * 30 * 3 * 64)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "engine-0 failed with RuntimeError: [enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes",
+        "engine-0 failed with OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        "engine engine-0 could not start: No available memory for the cache blocks.",
+        "engine-0 died (Task was killed due to the node running low on memory.)",
+        "engine-0 failed with MemoryError: ",
+    ],
+)
+def test_a_want_of_memory_names_the_keys_to_lower_once(said):
+    advised = with_advice("engine-0", said)
+    assert advised.startswith(said) and "lower engine.kv_cache_mb" in advised
+    assert with_advice("engine-0", advised) == advised
+
+
+def test_a_kill_by_the_kernel_is_advised_on_and_another_death_is_not():
+    assert "lower learner.tokens_per_micro_batch" in with_advice("learner", "learner died", killed_by_kernel=True)
+    assert with_advice("learner", "learner died (connection error code 2)") == "learner died (connection error code 2)"

@@ -28,3 +28,17 @@ def test_an_actor_that_dies_in_every_start_is_given_up_by_name(tmp_path, monkeyp
     with pytest.raises(SystemFailure, match="learner was lost"):
         asyncio.run(cluster.replace("learner", dead, "killed"))
     assert starts == Config().launcher.restarts
+
+
+def test_a_death_by_the_kernels_hand_is_told_with_the_key_to_lower(tmp_path, monkeypatch):
+    heard: list[str] = []
+    cluster = Cluster(Config(), [], "model", tmp_path, on_event=heard.append)
+    cluster.actors["worker-0"] = dead = object()
+
+    async def start_again(name: str) -> None:
+        cluster.actors[name] = object()
+
+    monkeypatch.setattr(cluster, "_start_again", start_again)
+    monkeypatch.setattr("sao.runtime.cluster.kernel_oom_kills", lambda: cluster._oom_kills + 1)
+    asyncio.run(cluster.replace("worker-0", dead, "worker-0 died"))
+    assert "lower rollout.max_running" in heard[0]
