@@ -32,7 +32,7 @@ test: install
 	$(BIN)/python -m pytest
 
 unit: install
-	$(BIN)/python -m pytest tests/unit envs -m "not integration and not long"
+	$(BIN)/python -m pytest tests/unit envs -n auto --dist worksteal -m "not integration and not long"
 
 long: install
 	$(BIN)/python -m pytest -m long

@@ -18,6 +18,7 @@ from tests.system.faults import Run, account, gone_within, weights
 from tests.system.scripted_run import options
 
 IDS = ["faults_lost_or_doubled"]
+STEPS = 150  # of a scripted run: enough for every kill to find it under way
 KINDS = ("driver", "engine-0", "worker-0", "learner")
 REAL = ["experiment=demo", "train.steps=30", "train.batch_size=32", "eval.at_start=false", "eval.at_end=false", "run.progress=plain",
         "checkpoint.every=5", "logger.wandb=disabled", "logger.report=false", "launcher.restarts=1000"]  # fmt: skip
@@ -53,19 +54,20 @@ def main() -> None:
     parser.add_argument("--real", type=int, default=2, help="kills of each kind on vLLM")
     args = parser.parse_args()
     root, rng = Path(tempfile.mkdtemp(prefix="sao-faults-")), random.Random(0)
-    calm = Run([*options(root, steps=60), f"run.dir={root / 'calm'}"], root / "calm", scripted=True, log=root / "calm.log")
+    calm = Run([*options(root, steps=STEPS), f"run.dir={root / 'calm'}"], root / "calm", scripted=True, log=root / "calm.log")
     assert calm.wait() == 0, calm.log.read_text()[-3000:]
     cells = []
     for scripted, kills in ((True, args.scripted), (False, args.real)):
         for kind in KINDS if kills else ():
-            cell = killed(kind, kills, rng, root, scripted=scripted, steps=60)
+            cell = killed(kind, kills, rng, root, scripted=scripted, steps=STEPS)
             if scripted:
                 cell["bit_equal"] = weights(root / f"scripted-{kind}") == weights(root / "calm")
             print(
                 {k: cell[k] for k in ("kind", "engine", "kills", "exit", "closes", "lost", "doubled", "orphans")}, cell.get("bit_equal"), flush=True
             )
             cells.append(cell)
-    bad = sum(c["lost"] + c["doubled"] + c["orphans"] + (c["exit"] != 0) + (not c["closes"]) + (not c.get("bit_equal", True)) for c in cells)
+    bad = sum(c["kills"] < (args.scripted if c["engine"] == "scripted" else args.real) for c in cells)
+    bad += sum(c["lost"] + c["doubled"] + c["orphans"] + (c["exit"] != 0) + (not c["closes"]) + (not c.get("bit_equal", True)) for c in cells)
     write_result(
         "faults_lost_or_doubled", "prompts lost or trained twice, orphans, failed runs and unequal weights after kill -9 of each part", bad, 0,
         higher_is_better=False, values=[bad], detail={"cells": cells},
