@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sao.environment import Action, Context, Message, StepResult, Task
-from sao.envs.arithmetic.expressions import OPERATORS, draw, split_of, value
+from sao.envs.arithmetic.expressions import OPERATORS, draw, operations, split_of, value
 from sao.errors import ConfigError
 from sao.rewards.builtin import last_number
 
@@ -23,7 +23,7 @@ class ArithmeticEnvironment:
     """`task.payload` is {"expression": "2+3*4"}.
 
     question: the user message, with `{expression}` where the expression goes. examples: how many solved questions (at most 4) go before it, as
-    turns of the conversation; they show the form of an answer. operands, operand_min, operand_max, operators: the expressions generated.
+    turns of the conversation; they show the form of an answer. worked: their answers go through each operation. operands, operand_min, operand_max, operators: the expressions generated.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class ArithmeticEnvironment:
         *,
         question: str = "{expression}=",
         examples: int = 0,
+        worked: bool = False,
         operands: int = 3,
         operand_min: int = 1,
         operand_max: int = 9,
@@ -41,11 +42,13 @@ class ArithmeticEnvironment:
         self.answer = value(self.expression)
         self.question = question
         self.examples = examples
+        self.worked = worked
 
     async def reset(self, context: Context) -> Sequence[Message]:
         messages: list[Message] = []
         for expression in EXAMPLES[: self.examples]:
-            messages += [self._asked(expression), {"role": "assistant", "content": str(value(expression))}]
+            answer = ", ".join(operations(expression)) if self.worked else str(value(expression))
+            messages += [self._asked(expression), {"role": "assistant", "content": answer}]
         return [*messages, self._asked(self.expression)]
 
     def _asked(self, expression: str) -> Message:
@@ -69,6 +72,7 @@ class ArithmeticEnvironment:
         *,
         question: str = "",
         examples: int = 0,
+        worked: bool = False,
         operands: int = 3,
         operand_min: int = 1,
         operand_max: int = 9,

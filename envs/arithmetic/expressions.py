@@ -21,6 +21,20 @@ def value(expression: str) -> int:
     return sum((-1 if sign == "-" else 1) * math.prod(map(int, term.split("*"))) for sign, term in _TERM.findall(compact))
 
 
+def operations(expression: str) -> list[str]:
+    """One operation after the other as it is worked out by hand: `2+3*4` gives `3*4=12`, `2+12=14`. Raises ValueError as `value` does."""
+    value(expression)
+    numbers = [int(number) for number in re.findall(r"\d+", expression)]
+    operators = re.findall(r"[-+*]", expression)
+    done = []
+    while operators:
+        at = operators.index("*") if "*" in operators else 0
+        left, operator, right = numbers[at], operators.pop(at), numbers.pop(at + 1)
+        numbers[at] = left * right if operator == "*" else left + right if operator == "+" else left - right
+        done.append(f"{left}{operator}{right}={numbers[at]}")
+    return done
+
+
 def split_of(expression: str) -> str:
     """`train` or `held_out`: a property of the expression itself, so the two splits are disjoint however tasks are drawn."""
     return "held_out" if zlib.crc32(expression.encode()) % HELD_OUT_SHARE == 0 else "train"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sao.environment import Action, Context, Environment, Task
 from sao.envs.arithmetic.environment import ArithmeticEnvironment
-from sao.envs.arithmetic.expressions import split_of, value
+from sao.envs.arithmetic.expressions import operations, split_of, value
 from sao.errors import ConfigError
 
 
@@ -40,6 +40,11 @@ def test_examples_are_solved_turns_before_the_question() -> None:
     ]
     with pytest.raises(ConfigError, match=r"env\.args\.examples=9"):
         ArithmeticEnvironment.generate_payload(random.Random(0), "train", examples=9)
+
+
+def test_worked_examples_end_with_the_answer() -> None:
+    messages = asyncio.run(build(examples=4, worked=True).reset(Context()))
+    assert [m["content"] for m in messages if m["role"] == "assistant"] == ["3*2=6, 2+6=8", "5-2=3, 3-4=-1", "4*2=8, 8-1=7", "9-5=4, 4+1=5"]
 
 
 @pytest.mark.parametrize("text", ["14", " 14\n", "2+3*4 = 14", "14.", "It is 14.0"])
@@ -94,3 +99,10 @@ def test_a_range_without_a_task_and_an_unknown_split_are_refused() -> None:
         )
     with pytest.raises(ValueError, match="split"):
         ArithmeticEnvironment.generate_payload(random.Random(0), "test")
+
+
+@given(st.lists(st.tuples(st.sampled_from("+-*"), st.integers(0, 99)), min_size=1, max_size=6), st.integers(0, 99))
+def test_operations_one_by_one_come_to_the_value(rest: list[tuple[str, int]], first: int) -> None:
+    expression = f"{first}" + "".join(f"{operator}{number}" for operator, number in rest)
+    steps = operations(expression)
+    assert len(steps) == len(rest) and int(steps[-1].partition("=")[2]) == value(expression)
