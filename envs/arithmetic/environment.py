@@ -23,7 +23,8 @@ class ArithmeticEnvironment:
     """`task.payload` is {"expression": "2+3*4"}.
 
     question: the user message, with `{expression}` where the expression goes. examples: how many solved questions (at most 4) go before it, as
-    turns of the conversation; they show the form of an answer. worked: their answers go through each operation. operands, operand_min, operand_max, operators: the expressions generated.
+    turns of the conversation; they show the form of an answer. worked: their answers go through each operation. operands, operand_min,
+    operand_max, operators: the expressions generated.
     """
 
     def __init__(
