@@ -220,6 +220,7 @@ class LauncherConfig:
     ray_address: str = ""  # empty: a Ray of our own on this machine
     num_cpus: float = 0.0  # 0: what the machine has
     object_store_mb: int = 0  # Ray's shared memory; 0: room for two copies of the published weights
+    oversubscribe: bool = False  # allow more threads of engines and learner than there are cores
     silence_s: float = 20.0  # an actor that gives no sign of life for so long is ended and replaced
     restarts: int = 5  # how often in a row an actor may be lost within 20 s of its start before the run gives up
 

@@ -149,10 +149,10 @@ def check_plan(config: Config, plan: Plan, model: ModelFacts) -> None:
     _check_memory(plan)
     training = any(actor.name == "learner" for actor in plan.actors)
     threads = config.engine.replicas * config.engine.threads + training * config.learner.threads
-    if not here.gpus and threads > here.cores:
+    if not here.gpus and threads > here.cores and not config.launcher.oversubscribe:
         raise ConfigError(
-            f"engines and learner want {threads} threads and this machine has {here.cores} cores: spinning threads would starve each other; "
-            "lower engine.replicas, engine.threads or learner.threads"
+            f"engines and learner want {threads} threads and this machine has {here.cores} cores: each would slow the other down; "
+            "lower engine.replicas, engine.threads or learner.threads, or set launcher.oversubscribe=true"
         )
     _check_gpus(config, here, training)
     for pattern in config.critic.freeze:

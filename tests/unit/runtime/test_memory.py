@@ -179,3 +179,13 @@ def test_a_want_of_memory_names_the_keys_to_lower_once(said):
 def test_a_kill_by_the_kernel_is_advised_on_and_another_death_is_not():
     assert "lower learner.tokens_per_micro_batch" in with_advice("learner", "learner died", killed_by_kernel=True)
     assert with_advice("learner", "learner died (connection error code 2)") == "learner died (connection error code 2)"
+
+
+def test_more_threads_than_cores_are_refused_unless_asked_for():
+    config = configured()
+    config.engine.threads = 8
+    plan = make_plan(config, model(), HERE)
+    with pytest.raises(ConfigError, match=r"want 9 threads and this machine has 8 cores.*launcher.oversubscribe=true"):
+        check_plan(config, plan, model())
+    config.launcher.oversubscribe = True
+    check_plan(config, plan, model())
