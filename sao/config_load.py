@@ -123,7 +123,8 @@ def _precheck(overrides: Sequence[str]) -> None:
             if isinstance(value, str) and value not in groups[key]:
                 close = difflib.get_close_matches(value, groups[key], n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(groups[key])}"
-                raise ConfigError(f"{key}={value} names no file conf/{key}/{value}.yaml; {hint}")
+                form = ", or write env=package.module:Class for a class of yours" if key == "env" else ""
+                raise ConfigError(f"{key}={value} names no file conf/{key}/{value}.yaml; {hint}{form}")
             continue
         if not _is_known(key):
             section = any(k.startswith(f"{key}.") for k in leaf_keys())
@@ -138,14 +139,25 @@ def _precheck(overrides: Sequence[str]) -> None:
 ALIASES = {"reward": "reward.function"}
 
 
-def _expand_alias(text: str) -> str:
-    key, separator, value = text.partition("=")
-    return f"{ALIASES[key]}={value}" if separator and key in ALIASES else text
+CLASS_NAME = re.compile(r"[\w.]+:(\w+)")
+
+
+def _expand(overrides: Sequence[str]) -> list[str]:
+    """Short forms written out: `reward=module:function`, and `env=module:Class` for an environment that conf/env does not know."""
+    found: list[str] = []
+    for text in overrides:
+        key, separator, value = text.partition("=")
+        own_class = CLASS_NAME.fullmatch(value)
+        if key == "env" and own_class:
+            found += ["env=custom", f"env.target={value}", f"env.name={own_class[1].lower()}"]
+        else:
+            found.append(f"{ALIASES[key]}={value}" if separator and key in ALIASES else text)
+    return found
 
 
 def compose(overrides: Sequence[str], *, training: bool = True) -> Config:
     """Compose conf/ with `overrides` (Hydra syntax) into a typed, checked Config. `training` as for `check`."""
-    overrides = [_expand_alias(text) for text in overrides]
+    overrides = _expand(overrides)
     _precheck(overrides)
     config = _compose_raw(overrides)
     check(config, training=training)
@@ -161,7 +173,7 @@ def overlay(config: Config, overrides: Sequence[str]) -> Config:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    texts = [_expand_alias(text) for text in overrides]
+    texts = _expand(overrides)
     _precheck(texts)
     parsed = OverridesParser.create().parse_overrides(texts)
     groups = _groups()

@@ -94,6 +94,11 @@ class StepRow:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+def total_batches(config: Config) -> int:
+    """Training steps of a whole run, those included that train the critic alone."""
+    return config.train.steps + (0 if config.run.phase == "critic" else config.critic.critic_only_steps)
+
+
 class TrainingLoop:
     """One run. `run()` returns after `total_batches` steps with every submitted prompt settled, or earlier after `stop()`."""
 
@@ -122,9 +127,8 @@ class TrainingLoop:
         self.published_version = 0
         self.batches_done = 0
         self.max_staleness = 0
-        critic_only = config.run.phase == "critic"
-        self.actor_from = config.train.steps if critic_only else config.critic.critic_only_steps
-        self.total_batches = config.train.steps if critic_only else config.train.steps + self.actor_from
+        self.total_batches = total_batches(config)
+        self.actor_from = self.total_batches if config.run.phase == "critic" else config.critic.critic_only_steps
         self._next_ordinal = 0
         self._failures_in_a_row = 0
         self._changed = asyncio.Event()
@@ -152,7 +156,7 @@ class TrainingLoop:
     @property
     def complete(self) -> bool:
         """Whether every step of the run is trained."""
-        return self.batches_done == self.total_batches
+        return self.batches_done >= self.total_batches
 
     async def run(self) -> None:
         if self._replay or self.version:

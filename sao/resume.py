@@ -8,8 +8,9 @@ from pathlib import Path
 from sao.config import Config
 from sao.config_load import check, from_yaml, leaf_keys, overlay, value_of
 from sao.errors import ConfigError, UserError
+from sao.loop import total_batches
 from sao.runtime.run_folder import read_command, started_by
-from sao.runtime.saved import run_folder
+from sao.runtime.saved import batches_done, final_step, run_folder
 
 PREFIX = "resume="
 # What the trained weights, the account of prompts and the staleness bound rest on. Everything else may differ from one sitting to the next.
@@ -35,6 +36,15 @@ def _written_config(folder: Path) -> Config:
         ) from None
 
 
+def _refuse_without_work(folder: Path, config: Config) -> None:
+    """A run that has ended, or has gone further than it is asked to, has nothing to go on with."""
+    total, done, critic_only = total_batches(config), batches_done(folder), total_batches(config) - config.train.steps
+    if done > total:
+        raise UserError(f"train.steps={config.train.steps} has been passed: {done - critic_only} are done; set train.steps higher")
+    if done == total == final_step(folder):
+        raise UserError(f"resume={folder}: the run has ended, its {config.train.steps} steps are done; set train.steps higher to go on")
+
+
 def load(run: str, overrides: Sequence[str]) -> tuple[Config, list[str]]:
     """The configuration of a run folder with `overrides` applied, and one line for each key that differs. Refuses changes of FIXED keys."""
     folder = run_folder(run, PREFIX)
@@ -49,5 +59,6 @@ def load(run: str, overrides: Sequence[str]) -> tuple[Config, list[str]]:
         if key != "run.progress" and any(key == fixed or (fixed.endswith(".") and key.startswith(fixed)) for fixed in FIXED):
             raise UserError(f"{key}={new} cannot be changed on resume, the run was started with {old}; leave it out or start a new run")
         changes.append(f"{key}: {old} -> {new}")
+    _refuse_without_work(folder, config)
     config.run.dir = str(folder)
     return config, changes

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from sao.config import Config
 from sao.config_load import environments, to_yaml
@@ -28,9 +29,11 @@ from sao.runtime.plan import check_plan, machine, make_plan
 from sao.runtime.remote import RemoteLearner, RemoteWorkers
 from sao.runtime.run_folder import RunFolder, choose, started_by
 from sao.runtime.run_store import RunCheckpointer, RunStore
+from sao.runtime.saved import FINAL, STATE
 from sao.tasks.source import TaskSource, build_held_out, build_source, check_arguments
 
 INTERRUPTED = 130
+OUTCOME = "outcome.json"  # how the run ended, for its report
 
 
 def train(config: Config, overrides: Sequence[str] = (), *, started: float | None = None, resume: bool = False) -> int:
@@ -64,15 +67,32 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
         sweeper.start()
         observer = RunObserver(folder, config, started)
         job = Job(config, source, held_out, model_path, folder, observer)
+        folder.write_json(OUTCOME, {"state": "running", "message": ""})
         try:
-            asyncio.run(job.run())
-        except BaseExceptionGroup as group:
-            raise _first(group) from group
+            with _telling_outcome(folder, job):
+                asyncio.run(job.run())
         finally:
             observer.close()
             if config.logger.report:
                 print(f"report: {write_report(folder.path)}")
+    print(f"stopped; go on with `sao train resume={folder.path}`" if job.stopped else f"done; look at it with `sao inspect {folder.path}`")
     return INTERRUPTED if job.stopped else 0
+
+
+@contextlib.contextmanager
+def _telling_outcome(folder: RunFolder, job: Job) -> Iterator[None]:
+    """Write how the run ended, for its report; of a group of errors, raise the one that explains it."""
+    try:
+        yield
+    except BaseException as error:
+        cause = _first(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(cause, asyncio.CancelledError) and job.stopped:  # asked to stop while the actors started
+            folder.write_json(OUTCOME, {"state": "stopped", "message": ""})
+            return
+        with contextlib.suppress(OSError):
+            folder.write_json(OUTCOME, {"state": "failed", "message": str(cause) or type(cause).__name__})
+        raise cause from error
+    folder.write_json(OUTCOME, {"state": "stopped" if job.stopped else "complete", "message": ""})
 
 
 @contextlib.contextmanager
@@ -97,12 +117,23 @@ class Job:
         self.model_path, self.folder, self.observer = model_path, folder, observer
         self.store = RunStore(folder.path, config.checkpoint.keep, keep_all=config.logger.trajectories == "all")
         self.stopped = False
+        self.loop: TrainingLoop | None = None
         self.evaluations: Evaluations | None = None
 
     async def run(self) -> None:
         config, folder, observer = self.config, self.folder, self.observer
         observer.phase("starting Ray, engines, learner and workers")
-        cluster = Cluster(config, environments(config), self.model_path, folder.path, incarnation=folder.incarnation, on_event=observer.event)
+        names = environments(config)
+        cluster = Cluster(
+            config, names, self.model_path, folder.path, incarnation=folder.incarnation, on_event=observer.event, on_start=observer.phase
+        )
+        this = asyncio.current_task()
+        assert this is not None
+        with _stop_on_signals(lambda: self._stop(this)):
+            await self._run(cluster)
+
+    async def _run(self, cluster: Cluster) -> None:
+        config, folder, observer = self.config, self.folder, self.observer
         async with cluster:
             engines, learner, workers = cluster.engines(), cluster.learner(self.store), cluster.workers()
             checkpointer = RunCheckpointer(self.store, learner, observer.event)
@@ -110,21 +141,24 @@ class Job:
             observer.attach(loop)
             if folder.incarnation:
                 await self._go_back(loop, learner)
-            with _stop_on_signals(self._stop, loop):
-                watcher = asyncio.create_task(cluster.watch(observer.engines))
-                work = asyncio.create_task(self._work(loop, engines, workers))
-                try:
-                    done, _ = await asyncio.wait({watcher, work}, return_when=asyncio.FIRST_COMPLETED)
-                    for task in done:
-                        task.result()
-                finally:
-                    for task in (watcher, work):
-                        task.cancel()
-                    await asyncio.gather(watcher, work, return_exceptions=True)
-                    folder.write_json("ledger.json", loop.ledger.audit())
+            self.loop = loop
+            watcher = asyncio.create_task(cluster.watch(observer.engines))
+            work = asyncio.create_task(self._work(loop, engines, workers))
+            try:
+                done, _ = await asyncio.wait({watcher, work}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                for task in (watcher, work):
+                    task.cancel()
+                await asyncio.gather(watcher, work, return_exceptions=True)
+                folder.write_json("ledger.json", loop.ledger.audit())
             if loop.complete:
                 observer.phase("writing the final checkpoint")
-                await learner.export(str(folder.path / "checkpoints" / "final"))
+                final = folder.path / "checkpoints" / FINAL
+                (final / STATE).unlink(missing_ok=True)
+                await learner.export(str(final))
+                folder.write_json(f"checkpoints/{FINAL}/{STATE}", {"version": loop.version, "batches_done": loop.batches_done})
         if not loop.ledger.audit()["closes"]:
             raise SystemFailure(f"the ledger does not close; see ledger.json in {folder.path}")
 
@@ -140,10 +174,14 @@ class Job:
         text = f"going on from the checkpoint of step {checkpoint.step}" if checkpoint else "going on from the start"
         self.observer.phase(f"{text}, {len(replay)} later batches are trained again")
 
-    def _stop(self, loop: TrainingLoop) -> None:
-        self.observer.phase("stopping after this step; once more ends at once")
+    def _stop(self, this: asyncio.Task[Any]) -> None:
         self.stopped = True
-        loop.stop()
+        if self.loop is None:
+            self.observer.phase("stopping; nothing was trained yet")
+            this.cancel()
+            return
+        self.observer.phase("stopping after this step; once more ends at once")
+        self.loop.stop()
         if self.evaluations is not None:
             self.evaluations.stop()
 
@@ -161,7 +199,7 @@ class Job:
 
 
 @contextlib.contextmanager
-def _stop_on_signals(stop: Callable[[TrainingLoop], None], loop: TrainingLoop) -> Iterator[None]:
+def _stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
     """The first SIGINT or SIGTERM asks for a clean stop, the second ends the process."""
     running = asyncio.get_running_loop()
     asked = False
@@ -171,7 +209,7 @@ def _stop_on_signals(stop: Callable[[TrainingLoop], None], loop: TrainingLoop) -
         if asked:
             os._exit(INTERRUPTED)
         asked = True
-        stop(loop)
+        stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         running.add_signal_handler(number, on_signal)

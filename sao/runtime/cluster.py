@@ -11,7 +11,7 @@ import signal
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Cluster:
     """The actors of one run. Use as `async with Cluster(...) as cluster`; leaving it ends every actor it started.
 
     learner: an evaluation needs none. incarnation: how often this run has been resumed. on_event: hears in one line of every actor that is lost and of every one that is back.
+    on_start: hears how the start goes.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Cluster:
         learner: bool = True,
         incarnation: int = 0,
         on_event: Callable[[str], None] = print,
+        on_start: Callable[[str], None] = print,
     ) -> None:
         self.config = config
         self.env_configs = list(env_configs)
@@ -62,6 +64,7 @@ class Cluster:
         self.pool: EnginePool | None = None
         self.incarnation = incarnation
         self.on_event = on_event
+        self.on_start = on_start
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._departed: asyncio.Queue[tuple[str, Any, str]] = asyncio.Queue()
         self._born: dict[str, float] = {}
@@ -72,7 +75,9 @@ class Cluster:
 
     async def __aenter__(self) -> Cluster:
         try:
-            self._start_ray()  # Ray installs its signal handlers only from the main thread
+            with _own_signals():
+                self._start_ray()
+            self.on_start("Ray is up, actors are starting")
             self._create()
             await self._await_ready()
         except BaseException:
@@ -169,8 +174,14 @@ class Cluster:
     async def _ready(self, actors: Mapping[str, Any]) -> dict[str, Any]:
         """Await that every actor is up; the name of one that fails or hangs travels with the error."""
         limit = self.config.engine.start_timeout_s
-        answers = [call(actor.ready.remote(), name, SystemFailure, limit, "engine.start_timeout_s") for name, actor in actors.items()]
-        return dict(zip(actors, await asyncio.gather(*answers), strict=True))
+
+        async def one(name: str, actor: Any) -> dict[str, Any]:
+            identity: dict[str, Any] = await call(actor.ready.remote(), name, SystemFailure, limit, "engine.start_timeout_s")
+            if name not in self.identities:
+                self.on_start(f"{name} is ready")
+            return identity
+
+        return dict(zip(actors, await asyncio.gather(*(one(name, actor) for name, actor in actors.items())), strict=True))
 
     def _write_actors(self) -> None:
         text = json.dumps({"driver": {"pid": os.getpid()}} | self.identities, indent=2)
@@ -302,3 +313,15 @@ class Cluster:
     def _with_advice(self, name: str, reason: str) -> str:
         kills, self._oom_kills = self._oom_kills, kernel_oom_kills()
         return with_advice(name, reason, killed_by_kernel=self._oom_kills > kills)
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray takes SIGTERM for itself; it stays with the command, which knows how to stop."""
+    mine = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in mine.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sao.errors import ConfigError, UserError
 
-FINAL = "final"
+FINAL, STATE = "final", "state.json"
 
 
 def own_arguments(arguments: Sequence[str], names: Sequence[str], *, verb: str, others: bool) -> tuple[dict[str, str], list[str]]:
@@ -62,9 +62,24 @@ def checkpoint(run: Path, name: str) -> Path:
     raise UserError(f"{run} has no checkpoint {name!r}; there are {', '.join(names)}: set checkpoint={names[-1]}")
 
 
+def batches_done(run: Path) -> int:
+    """Training steps that a resume finds done: in the newest checkpoint or in the batches stored after it. By their names; nothing is read."""
+    steps = [int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")]
+    stored = [int(path.stem.removeprefix("step-")) + 1 for path in (run / "trajectories").glob("step-*.parquet")]
+    return max([*steps, *stored], default=0)
+
+
+def final_step(run: Path) -> int | None:
+    """Training steps in the final checkpoint; None when there is none, or it was cut off."""
+    try:
+        return int(json.loads((run / "checkpoints" / FINAL / STATE).read_text())["batches_done"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def version(folder: Path) -> int | None:
     """Actor steps in a checkpoint's weights, where it says so."""
     try:
-        return int(json.loads((folder / "state.json").read_text())["version"])
+        return int(json.loads((folder / STATE).read_text())["version"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -175,3 +175,12 @@ def test_every_package_is_in_the_wheel():
     }
     found |= {"sao.conf"}
     assert found == listed
+
+
+def test_an_environment_of_ones_own_is_named_by_its_class():
+    own = "env=sao.envs.calculator.environment:CalculatorEnvironment"
+    config = compose(["experiment=demo", own, "env.args.operand_max=20"])
+    assert (config.env.name, config.env.target, config.env.args) == ("calculatorenvironment", own.removeprefix("env="), {"operand_max": 20})
+    assert overlay(compose(["experiment=demo"]), [own]).env.target == own.removeprefix("env=")
+    with pytest.raises(ConfigError, match=r"env=package\.module:Class"):
+        compose([*BASE, "env=nope"])

@@ -34,3 +34,35 @@ def test_a_run_of_another_version_is_named_as_such(tmp_path, by):
         (tmp_path / "command.json").write_text(json.dumps({"sao": by}))
     with pytest.raises(UserError, match=rf"started by SAO {by or 'an unknown version'}.*old_key"):
         resume.load(str(tmp_path), [])
+
+
+def finished(folder, *, steps: int, final: int | None):
+    config = Config()
+    config.data.path, config.reward.function, config.model.path = str(folder / "tasks.jsonl"), "sao.rewards.builtin:exact_match", str(folder)
+    config.train.steps, config.critic.critic_only_steps = 10, 2
+    (folder / "config.yaml").write_text(to_yaml(config))
+    (folder / "tasks.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (folder / "trajectories").mkdir()
+    (folder / f"trajectories/step-{steps - 1:06d}.parquet").touch()
+    if final is not None:
+        (folder / "checkpoints/final").mkdir(parents=True)
+        (folder / "checkpoints/final/state.json").write_text(json.dumps({"batches_done": final}))
+
+
+def test_a_run_that_has_ended_is_not_started_again_for_nothing(tmp_path):
+    finished(tmp_path, steps=12, final=12)
+    with pytest.raises(UserError, match=r"its 10 steps are done; set train\.steps higher"):
+        resume.load(str(tmp_path), [])
+    assert resume.load(str(tmp_path), ["train.steps=11"])[1] == ["train.steps: 10 -> 11"]
+
+
+def test_a_run_is_not_asked_for_fewer_steps_than_it_has_done(tmp_path):
+    finished(tmp_path, steps=9, final=None)
+    with pytest.raises(UserError, match=r"train\.steps=5 has been passed: 7 are done"):
+        resume.load(str(tmp_path), ["train.steps=5"])
+
+
+@pytest.mark.parametrize("final", [None, 9])
+def test_a_run_whose_final_checkpoint_is_missing_or_old_goes_on(tmp_path, final):
+    finished(tmp_path, steps=12, final=final)
+    assert resume.load(str(tmp_path), [])[1] == []
