@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
 
 import pytest
 
@@ -81,6 +82,21 @@ def test_interrupted_once_it_ends_with_a_checkpoint_and_goes_on(calm):
     assert run.wait() == 0, run.log.read_text()
     whole(folder)
     assert weights(folder) == weights(calm / "calm"), "a damaged checkpoint is skipped, and what came after it is trained again"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_while_the_actors_start_it_ends_and_says_how_to_go_on(calm, number):
+    folder = calm / f"early-{number.name}"
+    run = Run([*options(calm, steps=STEPS), f"run.dir={folder}"], folder, scripted=True, log=calm / f"{folder.name}.log")
+    deadline = time.monotonic() + 120
+    while "Ray is up" not in run.log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    run.process.send_signal(number)
+    assert run.wait(30) == 130, run.log.read_text()
+    text = run.log.read_text()
+    assert f"go on with `sao train resume={folder}`" in text and "Traceback" not in text
+    assert json.loads((folder / "outcome.json").read_text())["state"] == "stopped"
+    assert gone_within(folder, 5) == []
 
 
 def test_interrupted_twice_it_ends_at_once(calm):
