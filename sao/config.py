@@ -164,7 +164,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     grad_clip: float = 1.0
-    warmup_steps: int = 0
+    warmup_ratio: float = 0.0  # share of the steps over which the rate rises to lr
     schedule: str = "constant"  # constant | linear | cosine, to lr * final_lr_ratio at train.steps
     final_lr_ratio: float = 0.1
 

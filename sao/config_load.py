@@ -340,7 +340,7 @@ def _check_ranges(config: Config) -> None:
     if config.algo.lambda_policy is not None:
         _refuse(not 0 <= config.algo.lambda_policy <= 1, f"algo.lambda_policy={config.algo.lambda_policy} must lie in [0, 1] or be null")
     for name, optimizer in (("policy", config.optim.policy), ("critic", config.optim.critic)):
-        _check_optimizer(f"optim.{name}", optimizer, config.train.steps)
+        _check_optimizer(f"optim.{name}", optimizer)
     for name, weight in config.data.mixture.items():
         _refuse(weight < 0, f"data.mixture.{name}={weight} must not be negative")
     weights = config.data.mixture.values()
@@ -350,16 +350,13 @@ def _check_ranges(config: Config) -> None:
         _refuse(0 < temperature < LOWEST_TEMPERATURE, f"eval.temperatures holds {temperature}; below {LOWEST_TEMPERATURE} use 0, which is greedy")
 
 
-def _check_optimizer(key: str, optimizer: OptimizerConfig, steps: int) -> None:
+def _check_optimizer(key: str, optimizer: OptimizerConfig) -> None:
     _refuse(optimizer.lr < 0, f"{key}.lr={optimizer.lr} must not be negative (0 freezes the model)")
     _refuse(len(optimizer.betas) != 2 or not all(0 <= b < 1 for b in optimizer.betas), f"{key}.betas={optimizer.betas} must be two numbers in [0, 1)")
     _refuse(optimizer.eps < 0, f"{key}.eps={optimizer.eps} must not be negative")
     _refuse(optimizer.weight_decay < 0, f"{key}.weight_decay={optimizer.weight_decay} must not be negative")
     _refuse(optimizer.grad_clip <= 0, f"{key}.grad_clip={optimizer.grad_clip} must be above 0")
-    _refuse(
-        optimizer.warmup_steps < 0 or (optimizer.warmup_steps >= steps and optimizer.warmup_steps > 0),
-        f"{key}.warmup_steps={optimizer.warmup_steps} must lie between 0 and train.steps={steps} (exclusive)",
-    )
+    _refuse(not 0 <= optimizer.warmup_ratio < 1, f"{key}.warmup_ratio={optimizer.warmup_ratio} must lie in [0, 1)")
     _refuse(not 0 <= optimizer.final_lr_ratio <= 1, f"{key}.final_lr_ratio={optimizer.final_lr_ratio} must lie in [0, 1]")
 
 

@@ -24,9 +24,10 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
     Never 0 at the first step unless lr is. Beyond total_steps it stays at its end.
     """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    done = min(1.0, (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps))
+    warmup = int(config.warmup_ratio * total_steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
     if config.schedule == "constant":
         return config.lr
     remaining = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
@@ -39,8 +40,8 @@ def check_optimizer(config: OptimizerConfig, total_steps: int, key: str) -> None
         raise ConfigError(f"{key} has {total_steps} optimiser steps to plan its schedule for; set train.steps to at least 1")
     if config.schedule not in ("constant", "linear", "cosine"):
         raise ConfigError(f"{key}.schedule is {config.schedule!r}; choose constant, linear or cosine")
-    if config.warmup_steps < 0 or (config.warmup_steps and config.warmup_steps >= total_steps):
-        raise ConfigError(f"{key}.warmup_steps is {config.warmup_steps}, but there are {total_steps} optimiser steps; make it smaller")
+    if not 0 <= config.warmup_ratio < 1:
+        raise ConfigError(f"{key}.warmup_ratio is {config.warmup_ratio}; give a share of the steps, at least 0 and below 1")
     if not (math.isfinite(config.lr) and config.lr >= 0):
         raise ConfigError(f"{key}.lr is {config.lr}; give a number of at least 0")
     if not 0 <= config.final_lr_ratio <= 1:

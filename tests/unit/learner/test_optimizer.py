@@ -12,7 +12,7 @@ from sao.learner.optimizer import GradientSums, check_optimizer, learning_rate
 @pytest.mark.parametrize("warmup", [0, 1, 3])
 @pytest.mark.parametrize("total", [4, 5, 100])
 def test_schedules(schedule, warmup, total):
-    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=warmup, final_lr_ratio=0.1)
+    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_ratio=(warmup + 0.5) / total, final_lr_ratio=0.1)
     check_optimizer(config, total, "optim.policy")
     rates = [learning_rate(config, n, total) for n in range(total + 3)]
     assert rates[0] > 0 and max(rates) <= 1.0
@@ -30,8 +30,8 @@ def test_schedules(schedule, warmup, total):
         ({}, -1, "train.steps"),
         ({}, 0, "train.steps"),
         ({"schedule": "step"}, 5, "schedule"),
-        ({"warmup_steps": 5}, 5, "warmup_steps"),
-        ({"warmup_steps": -1}, 5, "warmup_steps"),
+        ({"warmup_ratio": 1.0}, 5, "warmup_ratio"),
+        ({"warmup_ratio": -0.1}, 5, "warmup_ratio"),
         ({"lr": -1.0}, 5, "lr"),
         ({"lr": float("nan")}, 5, "lr"),
         ({"final_lr_ratio": 2.0}, 5, "final_lr_ratio"),
