@@ -1,4 +1,5 @@
-# Two commands: `make demo` and `make test`. Both install into .venv first; nothing outside the checkout is touched.
+# Two commands: `make demo` and `make test`. Both install into .venv first. Outside the checkout only ~/.cache/sao is written (warm starts,
+# converted models).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

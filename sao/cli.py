@@ -1,15 +1,20 @@
 """The `sao` command. Each verb imports what it needs when it runs, so that help and refusals are instant.
 
-Exit codes: 0 done, 1 a failure while running, 2 a mistake in the command or the configuration, 130 interrupted.
+Exit codes: 0 done, 1 a failure while running, 2 a mistake in the command or the configuration, 130 interrupted, 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+import os
+import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from sao.errors import SystemFailure, UserError
 
@@ -81,13 +86,26 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> int:
-    from sao.config_load import compose, leaf_keys, to_yaml
+    from sao.config import Config
+    from sao.config_load import compose, to_yaml
 
     if args.keys:
-        print("\n".join(leaf_keys()))
+        rows = list(_key_rows(Config()))
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        print("\n".join(f"{key:<{widths[0]}}  {kind:<{widths[1]}}  {default}" for key, kind, default in rows))
         return 0
     print(to_yaml(compose(args.overrides)), end="")
     return 0
+
+
+def _key_rows(section: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """(key, type, default) of every leaf of a section of the schema, in its order; defaults as one would write them in YAML."""
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _key_rows(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", str(field.type), json.dumps(value)
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -108,8 +126,19 @@ def _inspect(args: argparse.Namespace) -> int:
     from sao.report.inspect import main as inspect
     from sao.runtime.saved import run_folder
 
-    inspect(run_folder(args.run), step=args.step, episode=args.episode)
+    ordinal, attempt = args.episode or (None, None)
+    inspect(run_folder(args.run), step=args.step, episode=ordinal, attempt=attempt)
     return 0
+
+
+def _episode(text: str) -> tuple[int, int | None]:
+    """`6674` or, as the table prints it, `6674.0`: the episode's ordinal, and its attempt if one is given."""
+    ordinal, dot, attempt = text.partition(".")
+    if not ordinal.isdecimal() or (dot and not attempt.isdecimal()):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not an episode: write its ordinal, or ordinal.attempt as the table shows it, for instance 98.0"
+        )
+    return int(ordinal), int(attempt) if dot else None
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -137,14 +166,14 @@ def parser() -> argparse.ArgumentParser:
     export = verb("export", _export, "copy policy and critic of a checkpoint as plain Hugging Face directories")
     export.add_argument("arguments", nargs="*", metavar="key=value", help="run=FOLDER to=FOLDER [checkpoint=final]")
     config = verb("config", _config, "print the resolved configuration", overrides=True)
-    config.add_argument("--keys", action="store_true", help="list every key")
+    config.add_argument("--keys", action="store_true", help="list every key with its type and default")
     verb("doctor", _doctor, "say what this machine can do and what is missing", overrides=True)
     report = verb("report", _report, "write report.html of a run folder")
     report.add_argument("run", metavar="RUN")
     inspect = verb("inspect", _inspect, "look at a run's trajectories token by token")
     inspect.add_argument("run", metavar="RUN")
-    inspect.add_argument("--step", type=int)
-    inspect.add_argument("--episode", type=int)
+    inspect.add_argument("--step", type=int, help="the step to list, 0-based, as the files are named; the last one by default")
+    inspect.add_argument("--episode", type=_episode, metavar="ORDINAL[.ATTEMPT]", help="show this episode token by token")
     bench = verb("bench", _bench, "list the benchmarks, or run those named")
     bench.add_argument("ids", nargs="*", metavar="ID")
     return main_parser
@@ -153,7 +182,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        return int(args.handler(args))
+        code = int(args.handler(args))
+        sys.stdout.flush()  # what cannot be written shows here, not while the interpreter ends
+        return code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -163,6 +194,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        return 141
+
+
+def _reader_is_gone() -> bool:
+    """Whether the pipe that broke is our output (`sao config --keys | head`); if so, what is left of it goes nowhere, without a complaint at exit."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    if not output.poll(0):  # POLLERR is reported unasked once a pipe has no reader
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 if __name__ == "__main__":

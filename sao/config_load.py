@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from sao.config import Config, EnvConfig, OptimizerConfig
+from sao.config_messages import explain
 from sao.errors import ConfigError
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -80,9 +81,10 @@ def _nested(field: dataclasses.Field[Any]) -> type | None:
 
 
 def nearest(key: str) -> str:
-    """' (did you mean ...?)' for an unknown key, or an empty string."""
+    """'; did you mean ...?' for an unknown key or group, or where all keys are listed."""
     keys = list(leaf_keys())
-    found = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    top = [*_groups(), *ALIASES, *(k.partition(".")[0] for k in keys)]  # groups, short forms, sections and keys without a dot
+    found = difflib.get_close_matches(key, top, n=1, cutoff=0.75) or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     if not found:
         last = key.rsplit(".", 1)[-1]
         by_last: dict[str, list[str]] = {}
@@ -239,6 +241,9 @@ def _one_sentence(error: BaseException) -> str:
     text = str(cause)
     first = text.splitlines()[0].strip() if text else type(cause).__name__
     match = re.search(r"full_key: (\S+)", text)
+    mend = explain(first, match.group(1) if match else "")
+    if mend:
+        return mend
     if match and match.group(1) not in first:
         first = f"{match.group(1)}: {first}"
     if "not in struct" in first or "not in 'Config" in first or "is not in" in first:

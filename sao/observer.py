@@ -35,7 +35,12 @@ class RunObserver:
         total = config.train.steps + (0 if critic_only else config.critic.critic_only_steps)
         model = config.model.path or config.model.factory.rsplit(":", 1)[0].rsplit(".", 1)[-1]
         self.progress = make_progress(
-            config.run.progress, total, run=folder.path.name, model=model, environment="+".join(config.data.mixture) or config.env.name
+            config.run.progress,
+            total,
+            run=folder.path.name,
+            model=model,
+            environment="+".join(config.data.mixture) or config.env.name,
+            folder=str(folder.path),
         )
         self.metrics = MetricsWriter(folder.path, config.logger, asdict(config))
         self.log = _file_log(folder.path)

@@ -21,6 +21,7 @@ from sao.inference.pool import EnginePool
 from sao.loop import TrainingLoop
 from sao.observer import RunObserver
 from sao.report.html import write_report
+from sao.report.live import DONE
 from sao.rewards.preflight import check_rewards
 from sao.runtime import sweeper
 from sao.runtime.cluster import Cluster
@@ -161,6 +162,8 @@ class Job:
                 folder.write_json(f"checkpoints/{FINAL}/{STATE}", {"version": loop.version, "batches_done": loop.batches_done})
         if not loop.ledger.audit()["closes"]:
             raise SystemFailure(f"the ledger does not close; see ledger.json in {folder.path}")
+        if loop.complete:
+            observer.phase(DONE)
 
     async def _go_back(self, loop: TrainingLoop, learner: RemoteLearner) -> None:
         """Bring learner and loop to the newest checkpoint, with the batches trained after it still to be trained again."""

@@ -23,8 +23,9 @@ from sao.errors import PublishFailure
 from sao.weights.bundle import WeightBundle
 from sao.weights.torch_bundle import unpack
 
-# It warns of every layer without weights of its own (a tied head, rotary tables) at each reload; coverage is checked below.
-logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+# It warns "Failed to load weights" of every layer without weights of its own (a tied head, rotary tables) at each reload; coverage is checked
+# below. A filter, not a level: vLLM configures its loggers again when an engine is made, which resets levels and keeps filters.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(lambda record: "Failed to load weights" not in record.msg)
 
 
 def _shown(names: set[str]) -> str:

@@ -60,7 +60,7 @@ def render(run: RunData) -> str:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{_e(name)} · SAO report</title><style>{css}</style></head><body>"
         f'<nav><div><span class="mark">SAO</span>{links}<button id="theme" type="button">light / dark</button></div></nav>'
-        f"<main><header><h1>{_e(name)}</h1><p>{_subtitle(run)}</p></header>{_guarded(lambda: _cards(run))}{body}"
+        f"<main><header><h1>{_e(name)}</h1><p>{_subtitle(run)}</p></header>{_outcome(run)}{_guarded(lambda: _cards(run))}{body}"
         f"<footer>{_footer(run)}</footer></main><script>{js}</script></body></html>"
     )
 
@@ -86,6 +86,21 @@ def _subtitle(run: RunData) -> str:
     walls = [str(r["wall"]) for r in run.metrics if "wall" in r]
     parts.append(walls[-1][:16].replace("T", " ") + " UTC" if walls else "")
     return " · ".join(_e(part) for part in parts if part) or "an empty run folder"
+
+
+def _outcome(run: RunData) -> str:
+    """How the run stands, by its outcome.json: a quiet line when all is well, a banner when not, nothing where the file is missing."""
+    state, message = run.outcome.get("state"), _e(str(run.outcome.get("message") or ""))
+    resume = f"<code>sao train resume={_e(str(run.run_dir))}</code>"
+    if state == "complete":
+        return '<p class="outcome">complete</p>'
+    if state == "failed":
+        return f'<div class="outcome banner bad"><b>This run failed.</b> {message or "No message was left; see logs/."}</div>'
+    if state == "stopped":
+        return f'<div class="outcome banner">stopped at Ctrl-C or SIGTERM; go on with {resume}</div>'
+    if state == "running":
+        return f'<div class="outcome banner">still running, or cut off; if it was cut off, go on with {resume}</div>'
+    return ""
 
 
 def _cards(run: RunData) -> str:
@@ -171,6 +186,7 @@ def same_version_gap(train: Sequence[Mapping[str, Any]]) -> tuple[float, float, 
 
 
 def _card(title: str, value: str, below: str = "", kind: str = "") -> str:
+    value = "<small>no data</small>" if value == "–" else value
     return f'<div class="card {kind}"><span class="k">{_e(title)}</span><div class="v">{value}</div><span class="s">{_e(below)}</span></div>'
 
 
@@ -191,6 +207,8 @@ def _ledger(run: RunData) -> str:
     ]
     rows.append(("in flight at the end", "c6", in_flight, int(tokens.get("in_flight", 0))))
     submitted, sampled = int(prompts.get("submitted", 0)), int(tokens.get("sampled", 0))
+    if not submitted and not sampled:
+        return '<p class="missing">no data: no prompt was submitted</p>'
     closes = sum(r[2] for r in rows) == submitted and sum(r[3] for r in rows) == sampled
     chip = '<span class="chip good">closes</span>' if closes else '<span class="chip bad">does not close</span>'
     body = "".join(

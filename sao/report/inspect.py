@@ -34,8 +34,10 @@ _STYLES = {
 PIPED_WIDTH = 160  # columns where no terminal says how many there are
 
 
-def main(run_dir: Path | str, step: int | None = None, episode: int | None = None, console: Console | None = None) -> None:
-    """Print the trajectories of a step (the last by default), or one episode token by token.
+def main(
+    run_dir: Path | str, step: int | None = None, episode: int | None = None, console: Console | None = None, *, attempt: int | None = None
+) -> None:
+    """Print the trajectories of a step (the last by default), or one episode (an ordinal; any attempt of it by default) token by token.
 
     Raises UserError when the run stored no trajectories, or not that step or episode.
     """
@@ -53,6 +55,10 @@ def main(run_dir: Path | str, step: int | None = None, episode: int | None = Non
     found = read_trajectories(run_dir, [_step_of(run_dir, episode)] if step is None else [step], episode)
     if not found:
         raise UserError(f"--episode {episode} was not trained in step {step}; leave --step out to look in all steps")
+    attempts = [stored.trajectory.episode_id.attempt for stored in found]
+    if attempt is not None and attempt not in attempts:
+        raise UserError(f"--episode {episode}.{attempt} was not trained; its attempt {attempts[-1]} was: --episode {episode}.{attempts[-1]}")
+    found = [stored for stored in found if attempt in (None, stored.trajectory.episode_id.attempt)]
     run = load_run_settings(run_dir)
     for stored in found:
         _show(console, stored, run)

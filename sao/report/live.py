@@ -16,6 +16,7 @@ from typing import IO, Any, Protocol
 from sao.errors import UserError
 
 MODES = ("auto", "rich", "plain")
+DONE = "done"  # the phase of a run that has reached its end
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Progress(Protocol):
     """Safe to call from any thread; nothing here waits for a terminal."""
 
     def phase(self, text: str) -> None:
-        """Say what is going on now: warm start, engines starting, evaluation, training."""
+        """Say what is going on now: warm start, engines starting, evaluation, training, at last `DONE`."""
         ...
 
     def log(self, text: str) -> None:
@@ -98,7 +99,7 @@ class Track:
 
 
 class PlainProgress:
-    """One line per step, at most one every `min_interval_s`; no control codes."""
+    """A line when a step has ended, at most one every `min_interval_s` seconds; no control codes."""
 
     def __init__(self, total_steps: int, title: str = "", out: IO[str] | None = None, min_interval_s: float = 1.0) -> None:
         self._track = Track(total_steps)
@@ -174,8 +175,10 @@ def clock_text(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
-def make_progress(mode: str, total_steps: int, *, run: str = "", model: str = "", environment: str = "") -> Progress:
+def make_progress(mode: str, total_steps: int, *, run: str = "", model: str = "", environment: str = "", folder: str = "") -> Progress:
     """The display for this terminal. `auto` draws the rich screen only where a person's terminal is attached.
+
+    run, model, environment: names for the head; folder: where the run is written.
 
     Raises UserError for an unknown mode.
     """
@@ -185,6 +188,6 @@ def make_progress(mode: str, total_steps: int, *, run: str = "", model: str = ""
     if mode == "rich" or (mode == "auto" and terminal):
         from sao.report.screen import RichProgress
 
-        return RichProgress(total_steps, run=run, model=model, environment=environment)
-    title = " · ".join(part for part in (f"run {run}" if run else "", model, environment) if part)
+        return RichProgress(total_steps, run=run, model=model, environment=environment, folder=folder)
+    title = " · ".join(part for part in (f"run {folder or run}" if folder or run else "", model, environment) if part)
     return PlainProgress(total_steps, title)

@@ -80,7 +80,7 @@ def line_chart(
         shown = [_positive(s) for s in shown]
         shown = [s for s in shown if len(s.x)]
     if not shown:
-        return empty_figure(title, "nothing was recorded for it", wide)
+        return empty_figure(title, "no data: nothing was recorded for it", wide)
     xs = [x for s in shown for x in s.x]
     ys = [y for s in shown for y in (*s.y, *s.low, *s.high)] + ([rule[0]] if rule else [])
     if stacked or any(s.style == "area" for s in shown):
@@ -129,7 +129,7 @@ def bar_chart(
 ) -> str:
     """Vertical bars with their values on top; `names` are the labels below, `unit` follows the value on hover."""
     if not values or (log and not any(v > 0 for v in values)):
-        return empty_figure(title, "nothing was recorded for it", wide)
+        return empty_figure(title, "no data: nothing was recorded for it", wide)
     high = max(values) * (3 if log else 1.12) or 1.0
     low = min(v for v in values if v > 0) / 3 if log else 0.0
 

@@ -41,13 +41,17 @@ class TokenStats:
 
 @dataclass
 class RunData:
-    """Everything the report shows. `episodes` has one entry per trained trajectory in each array; `notes` say what is missing."""
+    """Everything the report shows. `episodes` has one entry per trained trajectory in each array; `notes` say what is missing.
+
+    outcome: how the run stands, {"state": running | complete | stopped | failed, "message": ...}; empty where no outcome.json says so.
+    """
 
     run_dir: Path
     config: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
     plan: str = ""
     command: dict[str, Any] = field(default_factory=dict)
+    outcome: dict[str, Any] = field(default_factory=dict)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     evals: list[dict[str, Any]] = field(default_factory=list)
     ledger: dict[str, Any] = field(default_factory=dict)
@@ -98,6 +102,8 @@ def load_run(run_dir: Path) -> RunData:
         "ledger.json": lambda: setattr(run, "ledger", _json_object(run_dir / "ledger.json")),
         "trajectories/": lambda: _episodes(run),
     }
+    if (run_dir / "outcome.json").exists():  # runs of older versions have none, which is nothing to report
+        readers["outcome.json"] = lambda: setattr(run, "outcome", _json_object(run_dir / "outcome.json"))
     _read_all(run, readers)
     return run
 

@@ -146,7 +146,7 @@ def section(run: RunData, text: TokenText) -> str:
     """The whole table with its legend and the choice of colouring."""
     samples: Sequence[Sample] = choose_samples(run) if run.episodes else []
     if not samples:
-        return '<p class="missing">no trajectories are stored for this run (logger.trajectories=none keeps none)</p>'
+        return '<p class="missing">no data: no trajectories are stored for this run (none was trained, or logger.trajectories=none)</p>'
     names = "".join(f"<option value='{value}'>{label}</option>" for value, label in _COLOURINGS)
     note = "" if text.known else '<span class="note">The tokenizer was not found; token ids are shown.</span>'
     reasons = json.dumps(MASK_REASONS)

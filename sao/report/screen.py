@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sao.report.curve import braille_curve, smooth, value_range
-from sao.report.live import Track, clock_text, dropped_text
+from sao.report.live import DONE, Track, clock_text, dropped_text
 
 _REDRAWS_PER_S = 2.0
 _LOG_LINES = 3
@@ -26,10 +26,13 @@ _MARGIN = 6  # columns left of the curve for its axis
 class RichProgress:
     """Draws in place on its own thread, at most twice a second; the last frame stays on the terminal after `close`."""
 
-    def __init__(self, total_steps: int, *, run: str = "", model: str = "", environment: str = "", console: Console | None = None) -> None:
+    def __init__(
+        self, total_steps: int, *, run: str = "", model: str = "", environment: str = "", folder: str = "", console: Console | None = None
+    ) -> None:
         self._console = console if console is not None else Console()
         self._track = Track(total_steps)
         self._names = (run, model, environment)
+        self._folder = folder
         self._lock = threading.Lock()
         self._phase = "starting"
         self._phase_began = time.monotonic()
@@ -66,8 +69,10 @@ class RichProgress:
             inner = max(40, min(width, 140) - 4)
             columns = 3 if inner >= 96 else 2
             stats = self._stats(columns)
-            curve_rows = max(3, min(13, height - 12 // columns - _LOG_LINES - 10)) | 1  # odd, so that one row is the middle
+            curve_rows = max(3, min(13, height - 12 // columns - _LOG_LINES - 11)) | 1  # odd, so that one row is the middle
             body: list[RenderableType] = [*self._curve(inner, curve_rows), Text(), stats, self._dropped(), Text(), self._bar(inner)]
+            if self._folder:
+                body.append(Text(no_wrap=True, overflow="ellipsis").append(f"{'run folder':<14}", "dim").append(self._folder))
             if self._logs:
                 body += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in self._logs]
             return Panel(
@@ -92,8 +97,13 @@ class RichProgress:
 
     def _status(self) -> Text:
         text = Text(" ")
+        if self._closed:
+            passed = f" {clock_text(self._track.elapsed_s())} "
+            if self._phase == DONE:
+                return text.append("●", "green").append(f" {DONE}", "bold").append(passed, "dim")
+            return text.append("■", "yellow").append(f" ended while: {self._phase}", "bold").append(passed, "dim")
         frame = self._spinner.render(time.monotonic())
-        text.append_text(frame if isinstance(frame, Text) and not self._closed else Text("●", style="green"))
+        text.append_text(frame if isinstance(frame, Text) else Text("●", style="green"))
         text.append(f" {self._phase} ", style="bold")
         return text.append(f"{clock_text(time.monotonic() - self._phase_began)} ", style="dim")
 

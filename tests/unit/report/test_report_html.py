@@ -90,11 +90,31 @@ def test_an_empty_folder_gives_a_page_that_says_so(tmp_path: Path) -> None:
         "an empty run folder",
         "no trajectories are stored",
         "there is no ledger.json",
-        "nothing was recorded for it",
+        "no data: nothing was recorded for it",
+        "<small>no data</small>",
         "metrics.jsonl is not there",
     ):
         assert text in page
-    assert "could not be made" not in page
+    assert "could not be made" not in page and 'class="outcome' not in page
+
+
+@pytest.mark.parametrize(
+    ("outcome", "says"),
+    [
+        ({"state": "complete", "message": ""}, ['<p class="outcome">complete</p>']),
+        ({"state": "failed", "message": "engine <0> died"}, ["This run failed.", "engine &lt;0&gt; died", "banner bad"]),
+        ({"state": "failed"}, ["No message was left"]),
+        ({"state": "stopped", "message": ""}, ["stopped at Ctrl-C or SIGTERM", "sao train resume="]),
+        ({"state": "running", "message": ""}, ["still running, or cut off"]),
+    ],
+)
+def test_the_page_begins_with_how_the_run_ended(tmp_path: Path, outcome: dict[str, str], says: list[str]) -> None:
+    (tmp_path / "outcome.json").write_text(json.dumps(outcome))
+    page = write_report(tmp_path).read_text()
+    check(page)
+    top = page[page.index("</header>") : page.index('class="cards"')]
+    for text in says:
+        assert text in top
 
 
 @pytest.mark.parametrize("missing", ["config.yaml", "metrics.jsonl", "eval.jsonl", "ledger.json", "trajectories", "checkpoints"])
@@ -177,6 +197,10 @@ def test_inspect_lists_a_step_and_shows_an_episode(run_dir: Path) -> None:
     text = console.export_text()
     for word in ("episode 98.0", "task train/98", "Use the calculator.", "trained", "observation", "advantage", "info"):
         assert word in text
+    inspect(run_dir, episode=98, attempt=0, console=console)
+    assert "episode 98.0" in console.export_text()
+    with pytest.raises(UserError, match=r"--episode 98\.7 was not trained; its attempt 0 was"):
+        inspect(run_dir, episode=98, attempt=7, console=console)
 
 
 def test_inspect_names_what_is_not_there(run_dir: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from sao.errors import UserError
 from sao.report.curve import braille_curve, smooth, value_range
-from sao.report.live import PlainProgress, Track, clock_text, dropped_text, make_progress
+from sao.report.live import DONE, PlainProgress, Track, clock_text, dropped_text, make_progress
 from sao.report.screen import RichProgress
 
 FULL = {
@@ -29,7 +29,7 @@ FULL = {
 
 def screen(width: int = 120, height: int = 40) -> tuple[RichProgress, Console]:
     console = Console(width=width, height=height, file=io.StringIO(), force_terminal=True, color_system=None)
-    return RichProgress(10, run="demo", model="tiny", environment="calculator", console=console), console
+    return RichProgress(10, run="demo", model="tiny", environment="calculator", folder="runs/demo-1", console=console), console
 
 
 def drawn(progress: RichProgress, console: Console) -> str:
@@ -83,6 +83,8 @@ def test_unknown_state_and_mode_are_refused() -> None:
 def test_auto_is_plain_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     progress = make_progress("auto", 3, run="r", model="m", environment="e")
     assert isinstance(progress, PlainProgress) and capsys.readouterr().out == "run r · m · e\n"
+    make_progress("auto", 3, run="r", folder="runs/r")
+    assert capsys.readouterr().out == "run runs/r\n"
 
 
 def test_time_left_follows_the_pace() -> None:
@@ -110,7 +112,21 @@ def test_screen_shows_everything_and_fits() -> None:
         progress.close()
         lines = text.splitlines()
         assert len(lines) <= height and max(len(line) for line in lines) <= width
-        for word in ("demo", "tiny on calculator", "0.500", "4 of 4", "2,310", "42%", "8%", "40 episodes", "3.0e-06", "step 7/10", "training", "two"):
+        for word in (
+            "demo",
+            "tiny on calculator",
+            "0.500",
+            "4 of 4",
+            "2,310",
+            "42%",
+            "8%",
+            "40 episodes",
+            "3.0e-06",
+            "step 7/10",
+            "training",
+            "two",
+            "runs/demo-1",
+        ):
             assert word in text, word
 
 
@@ -120,6 +136,14 @@ def test_screen_before_the_first_step() -> None:
     text = drawn(progress, console)
     progress.close()
     assert "engines starting" in text and "the curve begins with the first training step" in text
+
+
+def test_the_last_frame_says_whether_the_run_is_done() -> None:
+    for phase, says in ((DONE, "● done"), ("training", "■ ended while: training")):
+        progress, console = screen()
+        progress.phase(phase)
+        progress.close()
+        assert says in drawn(progress, console) and says in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_updates_do_not_wait_for_the_terminal() -> None:
