@@ -167,3 +167,9 @@ def refused(code: int, says: str, capsys) -> str:
     assert error.startswith("error: ") and says in error, captured.err
     assert "Traceback" not in captured.err
     return error
+
+
+@pytest.mark.parametrize("folders", ["run.dir=runs/same", "run.dir=runs/same,runs/../runs/same"])
+def test_a_sweep_into_one_folder(project, capsys, monkeypatch, folders):
+    monkeypatch.setattr("subprocess.run", lambda *args, **options: pytest.fail("a run was started"))
+    refused(train("-m", folders, "seed=1,2"), "run.dir=runs/", capsys)
