@@ -68,7 +68,9 @@ def _refuse_shared_folders(folders: Sequence[str]) -> None:
     seen: set[Path] = set()
     for path, folder in named:
         if path in seen:
-            raise ConfigError(f"run.dir={folder} is given to more than one run of this sweep; leave run.dir out, and each run gets a folder of its own")
+            raise ConfigError(
+                f"run.dir={folder} is given to more than one run of this sweep; leave run.dir out, and each run gets a folder of its own"
+            )
         seen.add(path)
 
 
