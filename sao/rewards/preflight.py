@@ -53,19 +53,24 @@ def check_scores(env_configs: Sequence[EnvConfig], reward: RewardConfig, tasks: 
                 f"env={env.name}: reward.function={args['reward']['function']} needs the column {missing}, which task {rows[0].task_id} does not have "
                 f"(columns: {', '.join(map(str, columns))}); add it to the task file or choose another function"
             )
-        print(f"warning: env={env.name}: an empty answer to task {rows[0].task_id} could not be scored: {failure}")
+        print(f"warning: env={env.name}: an empty answer to task {rows[0].task_id} could not be scored: {_words(failure)}")
 
 
 def _failure(config: RewardConfig, row: Mapping[str, Any], messages: Any) -> RewardFailure | None:
     """What scoring an empty answer ends with. A process also for coroutines: nothing else ends one that never yields."""
     process = RewardProcess(config.function)
     try:
-        process.call("", row, messages, min(config.timeout_s, SCORE_LIMIT_S))
+        process.call("", row, messages, SCORE_LIMIT_S)
     except RewardFailure as failure:
         return failure
     finally:
         process.close()
     return None
+
+
+def _words(failure: RewardFailure) -> str:
+    """The failure without the name of a time limit that is not the preflight's."""
+    return f"no score within the preflight's {SCORE_LIMIT_S:g} s" if failure.reason == "reward_timeout" else str(failure)
 
 
 def _missing_column(failure: RewardFailure, row: Mapping[str, Any]) -> str | None:

@@ -231,7 +231,7 @@ def test_rows_without_the_column_of_the_reward(project, capsys):
         ("parses", "return float(completion)", "raised ValueError"),
         ("looks_up", "return {'1': 1.0}[completion]", "raised KeyError"),
         ("forgets", "return None", "returned a value of type NoneType"),
-        ("hangs", "while True: pass", "did not answer within"),
+        ("hangs", "while True: pass", "no score within the preflight's 0.5 s"),
     ],
 )
 def test_a_reward_that_trips_over_an_empty_answer_is_a_warning(project, capsys, monkeypatch, name, body, says):
