@@ -52,8 +52,7 @@ def _sweep(overrides: Sequence[str]) -> int:
     from sao.config_load import compose, expand_sweep
 
     cells = expand_sweep(overrides)
-    for cell in cells:
-        compose(cell)
+    _refuse_shared_folders([compose(cell).run.dir for cell in cells])
     failed = 0
     for index, cell in enumerate(cells):
         print(f"[{index + 1}/{len(cells)}] sao train {' '.join(cell)}", flush=True)
@@ -62,6 +61,22 @@ def _sweep(overrides: Sequence[str]) -> int:
         failed += subprocess.run([sys.executable, "-m", "sao.cli", "train", *own]).returncode != 0
     print(f"{len(cells) - failed} of {len(cells)} runs ended well")
     return 1 if failed else 0
+
+
+def _refuse_shared_folders(folders: Sequence[str]) -> None:
+    """Raise ConfigError where two runs of a sweep name one `run.dir`; an empty one becomes a fresh folder."""
+    from pathlib import Path
+
+    from sao.errors import ConfigError
+
+    named = [(Path(folder).expanduser().resolve(), folder) for folder in folders if folder]
+    seen: set[Path] = set()
+    for path, folder in named:
+        if path in seen:
+            raise ConfigError(
+                f"run.dir={folder} is given to more than one run of this sweep; leave run.dir out, and each run gets a folder of its own"
+            )
+        seen.add(path)
 
 
 def _warmstart(args: argparse.Namespace) -> int:

@@ -30,6 +30,8 @@ from sao.trajectory import EpisodeId
 # Consecutive failed episodes after which the run is not worth continuing: a multiple of the batch, and never so few that chance explains them.
 FAILURE_PATIENCE = 4
 LEAST_PATIENCE = 32
+# Reasons that a fresh attempt at the same task cannot change: a prompt is as long the second time.
+PERMANENT_REASONS = frozenset({"prompt_too_long"})
 
 
 class LearnerHandle(Protocol):
@@ -223,7 +225,7 @@ class TrainingLoop:
                 self._failures_in_a_row = 0
                 self._accept(outcome)
                 return
-            retried = request.episode_id.attempt < self.config.rollout.retries
+            retried = outcome.reason not in PERMANENT_REASONS and request.episode_id.attempt < self.config.rollout.retries
             self.observer.failure(outcome, retried)
             self._count_failure(outcome)
             if not retried:

@@ -23,10 +23,12 @@ from sao.observer import RunObserver
 from sao.report.html import write_report
 from sao.report.live import DONE
 from sao.rewards.preflight import check_rewards
+from sao.rewards.preflight import check_rewards, check_scores
 from sao.runtime import sweeper
 from sao.runtime.cluster import Cluster
 from sao.runtime.models import check_tokenizer, facts, prepare
 from sao.runtime.plan import check_plan, machine, make_plan
+from sao.runtime.preflight import check_openings, check_start
 from sao.runtime.remote import RemoteLearner, RemoteWorkers
 from sao.runtime.run_folder import RunFolder, choose, started_by
 from sao.runtime.run_store import RunCheckpointer, RunStore
@@ -34,7 +36,11 @@ from sao.runtime.saved import FINAL, STATE
 from sao.tasks.source import TaskSource, build_held_out, build_source, check_arguments
 
 INTERRUPTED = 130
+<<<<<<< HEAD
 OUTCOME = "outcome.json"  # how the run ended, for its report
+=======
+PROBES = 4  # tasks of each environment that are opened before anything starts
+>>>>>>> preflight
 
 
 def train(config: Config, overrides: Sequence[str] = (), *, started: float | None = None, resume: bool = False) -> int:
@@ -43,17 +49,21 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
     started: time.monotonic() from which `perf/first_update_s` counts; now, when it is not given. resume: go on with the run in `run.dir`.
     """
     started = time.monotonic() if started is None else started
+    check_start(config, resume=resume)
     env_configs = environments(config)
     source = build_source(config, env_configs)
     check_rewards(env_configs, config.reward)
     for env in env_configs:
         check_arguments(env, config.reward)
     held_out = _held_out(config)
+    probes = source.probes(PROBES)
+    check_scores(env_configs, config.reward, probes)
     model_path = prepare(config)
-    check_tokenizer(config, model_path)
+    renderer = check_tokenizer(config, model_path)
     model = facts(model_path)
     plan = make_plan(config, model, machine())
     check_plan(config, plan, model)
+    check_openings(config, env_configs, probes, renderer)
     if config.run.dry_run:
         print(f"model      {model_path}\n           {model.parameters:,} parameters, context {model.context}")
         print(f"data       {source.length if source.length is not None else 'generated'} tasks, {len(held_out)} held out")
@@ -92,6 +102,8 @@ def _telling_outcome(folder: RunFolder, job: Job) -> Iterator[None]:
             return
         with contextlib.suppress(OSError):
             folder.write_json(OUTCOME, {"state": "failed", "message": str(cause) or type(cause).__name__})
+        if cause is error:
+            raise
         raise cause from error
     folder.write_json(OUTCOME, {"state": "stopped" if job.stopped else "complete", "message": ""})
 

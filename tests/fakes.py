@@ -99,8 +99,9 @@ class TimedWorkers:
         latency: Callable[[EpisodeRequest], float],
         fails: Callable[[EpisodeRequest], bool] = lambda request: False,
         limit: float = float("inf"),
+        reason: str = "environment",
     ) -> None:
-        self.engines, self.latency, self.fails, self.limit = engines, latency, fails, limit
+        self.engines, self.latency, self.fails, self.limit, self.reason = engines, latency, fails, limit, reason
         self.running = 0
         self.most = 0
 
@@ -112,7 +113,7 @@ class TimedWorkers:
         await asyncio.sleep(min(seconds, self.limit))
         self.running -= 1
         if self.fails(request):
-            return EpisodeFailure(request.episode_id, "environment", "scripted failure", tokens=3)
+            return EpisodeFailure(request.episode_id, self.reason, "scripted failure", tokens=3)
         finish = FinishReason.terminal() if seconds <= self.limit else FinishReason.truncated("time")
         trajectory = make_trajectory(
             request.episode_id,

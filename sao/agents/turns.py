@@ -3,7 +3,7 @@
     opening -> [ sample -> parse -> environment.step -> append the delta ]* -> Trajectory
 
 The token log is the truth: prompt(t+1) = prompt(t) + sampled(t) + delta(t). What the loop answers itself: malformed tool calls (a tool
-message with the error), and the close of a turn that the length limit cut off.
+message with the error), and the close of a turn that the length limit cut off. Where the environment has no tools a turn is text, whatever it spells.
 
 How an episode ends:
 
@@ -193,7 +193,7 @@ class _Episode:
                 self.history.append({"role": "assistant", "content": self.renderer.text(turn.ids)})
             if cut and self._room() <= 0:
                 return FinishReason.truncated("tokens")
-            action = self.renderer.parse(turn.ids, self.tools)
+            action = self.renderer.parse(turn.ids, self.tools) if self.tools else Action(text=self.renderer.text(turn.ids))
             result = await self._answer(turn, _never_execute(action) if cut else action, cut)
             if result.terminated:
                 return FinishReason.terminal()

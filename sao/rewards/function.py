@@ -18,6 +18,7 @@ from sao.tasks.target import load_target, one_line
 
 KEY = "reward.function"
 SHAPES = "write `def reward(completion, row)` or verl's `def compute_score(data_source, solution_str, ground_truth, extra_info)`"
+NO_GOLD = "the row has no column "  # how the KeyError of gold_of begins; sao.rewards.preflight looks for it
 VERL_PARAMETERS = {"solution_str", "ground_truth"}
 
 
@@ -51,7 +52,7 @@ def gold_of(row: Mapping[str, Any]) -> Any:
     reward_model = row.get("reward_model")
     if isinstance(reward_model, Mapping) and reward_model.get("ground_truth") is not None:
         return reward_model["ground_truth"]
-    raise KeyError("the row has no column answer, ground_truth or reward_model.ground_truth")
+    raise KeyError(f"{NO_GOLD}answer, ground_truth or reward_model.ground_truth")
 
 
 def load_reward(target: str, key: str = KEY) -> RewardFunction:

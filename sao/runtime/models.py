@@ -13,10 +13,13 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sao.config import Config
 from sao.errors import ConfigError, SystemFailure
+
+if TYPE_CHECKING:
+    from sao.agents.renderer import Renderer
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")  # a hub repository may hold the weights in five forms
 
@@ -186,10 +189,10 @@ def _sizes(file: Path) -> dict[str, int]:
     return {name: math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
 
 
-def check_tokenizer(config: Config, path: str) -> None:
-    """The tokenizer loads and the renderer can work with it; a `UserError` says what is missing."""
+def check_tokenizer(config: Config, path: str) -> Renderer:
+    """The run's renderer: the tokenizer loads and the renderer can work with it; a `UserError` says what is missing."""
     from sao.agents.renderer import generation_stop_ids, load_renderer
     from sao.agents.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
-    load_renderer(config.model.renderer, tokenizer, reasoning=config.model.reasoning, extra_stop_ids=generation_stop_ids(path))
+    return load_renderer(config.model.renderer, tokenizer, reasoning=config.model.reasoning, extra_stop_ids=generation_stop_ids(path))

@@ -21,6 +21,12 @@ def choose(config: Config) -> Path:
     return (Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
 
 
+def refuse_used(path: Path) -> None:
+    """Raise UserError when the folder already holds a run. Looks only."""
+    if (path / "ledger.json").exists() or any((path / "trajectories").glob("*.parquet")):
+        raise UserError(f"run.dir={path} already holds a run; go on with it by resume={path}, or choose another folder")
+
+
 class RunFolder:
     """Owns the folder's lock; a second run in the same folder is refused before it writes anything.
 
@@ -48,9 +54,12 @@ class RunFolder:
             raise UserError(f"run.dir={self.path} is in use by process {owner}; wait for that run or choose another folder") from None
         if self.resume:
             self.incarnation = 1 + int(read_command(self.path).get("incarnation", 0))
-        elif (self.path / "ledger.json").exists() or any((self.path / "trajectories").glob("*.parquet")):
-            lock.close()
-            raise UserError(f"run.dir={self.path} already holds a run; go on with it by resume={self.path}, or choose another folder")
+        else:
+            try:
+                refuse_used(self.path)
+            except UserError:
+                lock.close()
+                raise
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()

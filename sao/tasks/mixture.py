@@ -79,6 +79,10 @@ class Mixture:
         """n held-out tasks in the mixture's proportions, fewer when the sources hold fewer."""
         return interleave({name: source.held_out(n) for name, source in self._sources.items() if self._shares[name] > 0}, self._shares, n)
 
+    def probes(self, n: int) -> list[Task]:
+        """n of every source that has a share."""
+        return [task for name, source in self._sources.items() if self._shares[name] > 0 for task in source.probes(n)]
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "credit": dict(self._credits.credit),

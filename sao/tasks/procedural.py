@@ -56,6 +56,10 @@ class ProceduralSource:
         """The first n tasks of the held-out split; they do not depend on how far training has come."""
         return [self._make(index, HELD_OUT) for index in range(n)]
 
+    def probes(self, n: int) -> list[Task]:
+        """The first n training tasks."""
+        return [self._make(index, self.split) for index in range(n)]
+
     def state_dict(self) -> dict[str, Any]:
         return {"position": self._next}
 

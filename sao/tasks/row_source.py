@@ -14,6 +14,8 @@ from sao.tasks.rows import Rows, messages_of
 
 # The payload is the row plus this key: the opening messages, whatever the prompt column is called and whichever form it has.
 MESSAGES_KEY = "_messages"
+# Rows whose prompts are measured to find the longest; of a longer file, so many evenly spaced ones, or the look would take minutes.
+MOST_MEASURED = 10_000
 
 
 def row_task(rows: Rows, index: int, *, name: str, split: str, seed: int, prompt_column: str, workload: str) -> Task:
@@ -69,6 +71,28 @@ class RowSource:
         if rows is None:
             return []
         return held_out_of_rows(rows, n, name=self.name, seed=self._seed, prompt_column=self._prompt_column, workload=self.workload)
+
+    def probes(self, n: int) -> list[Task]:
+        """The rows with the longest prompts and, last, the one with the shortest: if that one does not fit, none does."""
+        count = min(len(self._rows), MOST_MEASURED)
+        rows = [step * len(self._rows) // count for step in range(count)]
+        by_length = sorted(rows, key=self._prompt_chars, reverse=True)
+        picked = [*by_length[: n - 1], *by_length[n - 1 :][-1:]]
+        return [
+            row_task(
+                self._rows,
+                row,
+                name=self.name,
+                split=TRAIN,
+                seed=task_seed(self._seed, TRAIN, 0),
+                prompt_column=self._prompt_column,
+                workload=self.workload,
+            )
+            for row in picked
+        ]
+
+    def _prompt_chars(self, index: int) -> int:
+        return sum(len(message.get("content") or "") for message in messages_of(self._rows[index][self._prompt_column]))
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self._position, "rows": len(self._rows)}

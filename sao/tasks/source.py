@@ -42,6 +42,10 @@ class TaskSource(Protocol):
         """At most n tasks that `next` never returns, the same ones at any time; empty when there are none."""
         ...
 
+    def probes(self, n: int) -> list[Task]:
+        """At most n training tasks of every environment drawn from, on which a preflight can try it; the cursor stays where it is."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """The cursor, JSON-compatible."""
         ...

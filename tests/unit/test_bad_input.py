@@ -12,6 +12,25 @@ from tests.unit.learner.learner_builders import save_model
 
 ROWS = [{"prompt": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(8)]
 
+ENVIRONMENTS = """
+from sao.envs.single_turn.environment import SingleTurnEnvironment
+
+
+class Raises(SingleTurnEnvironment):
+    async def reset(self, context):
+        raise ValueError("no database")
+
+
+class CannotBeBuilt(SingleTurnEnvironment):
+    def __init__(self, task, **args):
+        task.payload["board"]
+
+
+class SaysNothing(SingleTurnEnvironment):
+    async def reset(self, context):
+        return []
+"""
+
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
@@ -21,6 +40,9 @@ def project(tmp_path, monkeypatch):
     (tmp_path / "my_reward_bad_input.py").write_text(
         "def score(completion: str, row: dict) -> float:\n    return float(row['answer'] in completion)\n"
     )
+    (tmp_path / "environments_bad_input.py").write_text(ENVIRONMENTS)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     save_model(tmp_path / "model")
     write_tokenizer(tmp_path / "model", control=True)
     return tmp_path
@@ -39,7 +61,7 @@ def write_tokenizer(directory, *, control: bool) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[-1]).save_pretrained(directory)
 
 
-def train(*overrides: str) -> int:
+def train(*overrides: str, verb: tuple[str, ...] = ("train",)) -> int:
     base = [
         "env=single_turn",
         "data.path=tasks.jsonl",
@@ -48,7 +70,7 @@ def train(*overrides: str) -> int:
         "rollout.max_tokens=96",
         "rollout.max_turn_tokens=16",
     ]
-    return main(["train", *base, "run.dry_run=true", *overrides])
+    return main([*verb, *base, "run.dry_run=true", *overrides])
 
 
 def test_the_good_case_passes_and_starts_nothing(project, capsys):
@@ -85,6 +107,11 @@ def test_the_good_case_passes_and_starts_nothing(project, capsys):
         ("critic.freeze=[nothing_matches]", "matches no parameter"),
         ("critic.freeze=['.*']", "freezes every parameter"),
         ("env.args.unknown=1", "env.args"),
+        ("rollout.max_tokens=17", "raise rollout.max_tokens above"),
+        ("env.target=environments_bad_input:Raises", "env=single_turn cannot open task single_turn/train/0 (ValueError: no database)"),
+        ("env.target=environments_bad_input:CannotBeBuilt", "env=single_turn cannot be built for task single_turn/train/0 (KeyError: 'board')"),
+        ("env.target=environments_bad_input:SaysNothing", "reset returned no message"),
+        ("logger.wandb=online", "logger.wandb=online needs an API key"),
     ],
 )
 def test_mistakes_in_the_command(project, capsys, override, says):
@@ -167,3 +194,49 @@ def refused(code: int, says: str, capsys) -> str:
     assert error.startswith("error: ") and says in error, captured.err
     assert "Traceback" not in captured.err
     return error
+
+
+@pytest.mark.parametrize("folders", ["run.dir=runs/same", "run.dir=runs/same,runs/../runs/same"])
+def test_a_sweep_into_one_folder(project, capsys, monkeypatch, folders):
+    monkeypatch.setattr("subprocess.run", lambda *args, **options: pytest.fail("a run was started"))
+    refused(train(folders, "seed=1,2", verb=("train", "-m")), "run.dir=runs/", capsys)
+
+
+@pytest.mark.parametrize("dry", ["true", "false"])
+def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(project, capsys, dry):
+    folder = project / "runs" / "one"
+    folder.mkdir(parents=True)
+    (folder / "ledger.json").write_text("{}")
+    refused(train(f"run.dir={folder}", f"run.dry_run={dry}"), f"run.dir={folder} already holds a run; go on with it by resume=", capsys)
+    assert [path.name for path in folder.iterdir()] == ["ledger.json"]
+
+
+def test_some_prompts_that_do_not_fit_are_a_warning(project, capsys):
+    with open(project / "tasks.jsonl", "a") as file:
+        file.write(json.dumps({"prompt": "x" * 100, "answer": "1"}) + "\n")
+    assert train() == 0
+    assert "warning: env=single_turn: 1 of the 4 prompts looked at leave no room for an answer" in capsys.readouterr().out
+
+
+def test_rows_without_the_column_of_the_reward(project, capsys):
+    (project / "tasks.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"], "gold": row["answer"]}) + "\n" for row in ROWS))
+    error = refused(train(), "reward.function=my_reward_bad_input:score needs the column answer", capsys)
+    assert "columns: prompt, gold" in error
+    refused(train("reward=sao.rewards.builtin:exact_match"), "needs the column answer, ground_truth or reward_model.ground_truth", capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "says"),
+    [
+        ("parses", "return float(completion)", "raised ValueError"),
+        ("looks_up", "return {'1': 1.0}[completion]", "raised KeyError"),
+        ("forgets", "return None", "returned a value of type NoneType"),
+        ("hangs", "while True: pass", "no score within the preflight's 0.5 s"),
+    ],
+)
+def test_a_reward_that_trips_over_an_empty_answer_is_a_warning(project, capsys, monkeypatch, name, body, says):
+    monkeypatch.setattr("sao.rewards.preflight.SCORE_LIMIT_S", 0.5)
+    (project / f"reward_that_{name}.py").write_text(f"def score(completion, row):\n    {body}\n")
+    assert train(f"reward=reward_that_{name}:score") == 0
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert "an empty answer to task single_turn/train/" in warning and says in warning

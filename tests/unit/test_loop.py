@@ -36,9 +36,10 @@ def drive(
     limit=float("inf"),
     step_s=lambda step: 1.0,
     publish_s=0.1,
+    reason="environment",
 ):
     engines = FakeEngines(publish_s)
-    workers = TimedWorkers(engines, latency, fails, limit)
+    workers = TimedWorkers(engines, latency, fails, limit, reason)
     learner = CountingLearner(config, step_s)
     loop = TrainingLoop(config, CountingSource(classes), workers, learner, engines, SilentObserver())
     run(loop.run())
@@ -138,6 +139,15 @@ def test_a_failed_episode_is_retried_once_and_its_tokens_are_counted():
     assert audit["prompts"]["retried"] == {"environment": 1}
     assert audit["prompts"]["dropped"] == {}
     assert audit["tokens"]["dropped"] == {"environment": 3}
+    assert audit["closes"]
+
+
+def test_a_prompt_that_is_too_long_is_not_tried_again():
+    config = make_config(staleness=1, batch=2, steps=4, retries=3)
+    loop, _, _, _ = drive(config, fails=lambda request: request.episode_id.ordinal == 3, reason="prompt_too_long")
+    audit = loop.ledger.audit()
+    assert audit["prompts"]["retried"] == {}
+    assert audit["prompts"]["dropped"] == {"prompt_too_long": 1}
     assert audit["closes"]
 
 

@@ -157,6 +157,15 @@ def test_malformed_calls_alone_are_answered_by_the_loop(any_chatml) -> None:
     assert [message["role"] for message in got.info["messages"]] == ["user", *["assistant", "tool"] * 3, "assistant"]
 
 
+@pytest.mark.parametrize("text", [BAD, CALL, "so <tool_call>{"])
+def test_without_tools_a_call_is_text(any_chatml, text) -> None:
+    environment = ScriptedEnvironment([DONE])
+    got = episode(any_chatml, ScriptedGenerate([turn(any_chatml, text), turn(any_chatml, "3")]), environment)
+    (action,) = environment.actions
+    assert (action.text, action.tool_calls, action.parse_errors) == (text, (), ())
+    assert got.finish == FinishReason.terminal() and got.metrics["turns"] == 1 and got.info["parse_errors"] == {}
+
+
 def test_good_calls_run_and_bad_ones_are_answered_after_them(chatml) -> None:
     generate = ScriptedGenerate([turn(chatml, CALL + BAD), turn(chatml, "3")])
     environment = ScriptedEnvironment([StepResult([{"role": "tool", "content": "three"}]), DONE], tools=[CALCULATOR])

@@ -124,6 +124,26 @@ def test_seeking_reads_no_row() -> None:
     assert rows.reads == 1
 
 
+def test_probes_are_the_longest_prompts_and_the_shortest_and_move_no_cursor() -> None:
+    class Growing(Rows):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"prompt": "x" * (1 + index * 7 % 20)}
+
+    def chars(source: RowSource, n: int) -> list[int]:
+        return [len(task.payload["prompt"]) for task in source.probes(n)]
+
+    rows = RowSource(Growing(20), name="rows", seed=0)
+    assert chars(rows, 4) == [20, 19, 18, 1]
+    assert chars(RowSource(Growing(2), name="rows", seed=0), 4) == [8, 1]
+    assert chars(RowSource(Growing(1), name="rows", seed=0), 4) == [1]
+    sums = ProceduralSource(Sums, name="sums", seed=0)
+    unused = ProceduralSource(Sums, name="unused", seed=0)
+    mixture = Mixture([rows, sums, unused], {"rows": 1, "sums": 1})
+    before = mixture.state_dict()
+    assert [task.environment for task in mixture.probes(2)] == ["rows", "rows", "sums", "sums"]
+    assert mixture.state_dict() == before and sums.probes(1) == [sums.next()]
+
+
 def test_epochs_are_shuffled_by_seed_and_differ() -> None:
     first, second = (tuple(task.payload["index"] for task in draw(source, 20)) for source in [rows_source(20)] for _ in range(2))
     assert first != second != tuple(range(20)) != first
