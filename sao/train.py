@@ -36,11 +36,8 @@ from sao.runtime.saved import FINAL, STATE
 from sao.tasks.source import TaskSource, build_held_out, build_source, check_arguments
 
 INTERRUPTED = 130
-<<<<<<< HEAD
 OUTCOME = "outcome.json"  # how the run ended, for its report
-=======
 PROBES = 4  # tasks of each environment that are opened before anything starts
->>>>>>> preflight
 
 
 def train(config: Config, overrides: Sequence[str] = (), *, started: float | None = None, resume: bool = False) -> int:
@@ -102,6 +99,8 @@ def _telling_outcome(folder: RunFolder, job: Job) -> Iterator[None]:
             return
         with contextlib.suppress(OSError):
             folder.write_json(OUTCOME, {"state": "failed", "message": str(cause) or type(cause).__name__})
+        if cause is error:
+            raise
         if cause is error:
             raise
         raise cause from error
