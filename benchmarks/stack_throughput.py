@@ -24,7 +24,7 @@ CONCURRENT, TOKENS, REQUESTS = 16, 128, 96
 SUBJECTS = ("a river", "the sea", "an old clock", "a train at night", "two sisters", "a lighthouse", "winter", "a lost letter")
 OVERRIDES = [
     "model=smollm2", "env=single_turn", "reward=stack_throughput:nothing", f"rollout.max_turn_tokens={TOKENS}", "rollout.max_tokens=512",
-    "engine.max_model_len=512", f"engine.max_num_seqs={CONCURRENT}", "critic.freeze=[]",
+    "engine.max_model_len=512", f"engine.max_num_seqs={CONCURRENT}", "engine.kv_cache_mb=768", "critic.freeze=[]",
 ]  # fmt: skip
 
 

@@ -22,7 +22,6 @@ from sao.loop import TrainingLoop
 from sao.observer import RunObserver
 from sao.report.html import write_report
 from sao.report.live import DONE
-from sao.rewards.preflight import check_rewards
 from sao.rewards.preflight import check_rewards, check_scores
 from sao.runtime import sweeper
 from sao.runtime.cluster import Cluster
