@@ -19,7 +19,8 @@ def table() -> str:
         unit = UNITS.get(r["id"], "")
         spread = f"{r['spread']['min']:.3g} to {r['spread']['max']:.3g}, n = {r['spread']['n']}" if r["spread"]["n"] > 1 else "one run"
         simulated = " (simulated)" if r["kind"] == "simulated" else ""
-        lines.append(f"| {r['claim']} (`{r['id']}`){simulated} | {r['value']:.3g}{unit} | {sign} {r['bar']:g}{unit} | {spread} | {r['commit']} |")
+        claim = r["claim"].replace("|", r"\|")  # a bar would end the cell
+        lines.append(f"| {claim} (`{r['id']}`){simulated} | {r['value']:.3g}{unit} | {sign} {r['bar']:g}{unit} | {spread} | {r['commit']} |")
     machines = {json.dumps(json.loads(p.read_text())["machine"], sort_keys=True) for p in RESULTS.glob("*.json")}
     named = [json.loads(m) for m in sorted(machines)]
     where = "; ".join(f"{m['cores']} cores of {m['cpu']}, {m['memory_mb'] // 1024} GiB, Python {m['python']}" for m in named)
