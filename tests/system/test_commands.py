@@ -142,15 +142,28 @@ def test_a_checkpoint_is_evaluated_and_exported(trained):
     assert (trained.parent / "exported/critic").is_dir()
 
 
+def test_an_evaluation_that_is_killed_leaves_nothing_behind_and_can_be_asked_for_again(trained):
+    asked = ["eval", f"run={trained}", "n=2", "tasks=12", "temperature=0"]
+    folder = trained / "evals/final-calculator-t0-n2-2"  # the first of this title is the test's before
+    process = subprocess.Popen([sys.executable, "-m", "sao.cli", *asked], cwd=trained.parent, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 200
+    while not (folder / "actors.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    pids = [entry["pid"] for entry in json.loads((folder / "actors.json").read_text()).values()]
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 5
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(pids) and not folder.with_suffix(".json").exists()
+    assert sao(*asked, cwd=trained.parent).returncode == 0
+    assert (trained / "evals/final-calculator-t0-n2-3.json").exists()
+
+
 @pytest.mark.long
 def test_a_lent_replica_evaluates_while_the_other_trains(trained, tmp_path):
-    """Two engines on two cores are more than the plan allows, and enough for a test."""
-    command = [
-        *SMALL, "engine.replicas=2", "eval.placement=replica", "eval.every=2", "eval.at_end=false", "eval.temperatures=[1.0]", "run.dir=run",
-        f"warmstart.cache_dir={trained.parent}/cache",
-    ]  # fmt: skip
-    code = "import sys, sao.train, sao.cli; sao.train.check_plan = lambda *_: None; sys.exit(sao.cli.main(['train', *sys.argv[1:]]))"
-    done = subprocess.run([sys.executable, "-c", code, *command], cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    done = sao("train", *SMALL, "engine.replicas=2", "launcher.oversubscribe=true", "eval.placement=replica", "eval.every=2", "eval.at_end=false",
+               "eval.temperatures=[1.0]", "run.dir=run", f"warmstart.cache_dir={trained.parent}/cache", cwd=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "run"
     missed = [r["step"] for r in rows(run, "eval") if "eval/missed" in r]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -32,8 +33,17 @@ class SaysNothing(SingleTurnEnvironment):
 """
 
 
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory):
+    """Made once: every test gets a copy of its files."""
+    path = tmp_path_factory.mktemp("model") / "model"
+    save_model(path)
+    write_tokenizer(path, control=True)
+    return path
+
+
 @pytest.fixture
-def project(tmp_path, monkeypatch):
+def project(tmp_path, monkeypatch, saved_model):
     """A user's folder: tasks, a reward, a model whose tokenizer speaks ChatML."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -43,8 +53,7 @@ def project(tmp_path, monkeypatch):
     (tmp_path / "environments_bad_input.py").write_text(ENVIRONMENTS)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    save_model(tmp_path / "model")
-    write_tokenizer(tmp_path / "model", control=True)
+    shutil.copytree(saved_model, tmp_path / "model")
     return tmp_path
 
 
