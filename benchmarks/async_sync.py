@@ -1,8 +1,9 @@
 """Asynchronous against synchronous: the same loop at staleness bound 8 and 0, the same cap on episodes in flight, stages calibrated equal alone.
 
 Rollout alone: the closing evaluation of a run (held-out episodes at the cap, learner idle). Learner alone: its steps in a synchronous run, where the
-engines idle meanwhile. The mean latency of the environment's start is set so that both make the same samples per second within 10 %. The critic is updated twelve times a step: a learner that takes 50 ms a sample leaves
-the rollout time to wait for environments; with two updates both stages would be nothing but arithmetic, and share two cores whatever the schedule.
+engines idle meanwhile. The mean latency of the environment's start is set so that both make the same samples per second within 10 %. The critic is
+updated twelve times a step: a learner that takes 50 ms a sample leaves the rollout time to wait for environments; with two updates both stages would
+be nothing but arithmetic, and share two cores whatever the schedule.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def run(folder: Path, model: str, latency: float, staleness: int, steps: int, pr
     """One run; `probe` held-out episodes afterwards measure the rollout stage alone."""
     sao(
         "train", "experiment=demo", "model.warmstart=false", "model.factory=", f"model.path={model}", "env.target=slow_calculator:SlowCalculator",
-        f"env.args={{latency_s: {latency:.4f}, sigma: {SIGMA}}}", f"train.steps={steps}", f"train.batch_size={BATCH}", "critic.critic_only_steps=0", f"critic.updates={CRITIC_UPDATES}",
+        f"env.args={{latency_s: {latency:.4f}, sigma: {SIGMA}}}", f"train.steps={steps}", f"train.batch_size={BATCH}", "critic.critic_only_steps=0",
+        f"critic.updates={CRITIC_UPDATES}",
         f"rollout.staleness={staleness}", f"rollout.max_running={BATCH}", f"rollout.time_limit_s={LIMIT_S}", f"engine.max_num_seqs={BATCH}",
         "optim.policy.lr=0", "eval.at_start=false", f"eval.at_end={'true' if probe else 'false'}", f"eval.tasks={max(probe, 1)}",
         "eval.temperatures=[1.0]", "checkpoint.every=0", "logger.wandb=disabled", "logger.report=false", "run.progress=plain", f"run.dir={folder}",
