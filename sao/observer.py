@@ -13,7 +13,7 @@ import numpy as np
 from sao.config import Config
 from sao.evals.heldout import EvalResult
 from sao.inference.protocol import EngineSnapshot, PublishReport
-from sao.loop import StepRow, TrainingLoop
+from sao.loop import StepRow, TrainingLoop, total_batches
 from sao.report.live import make_progress
 from sao.report.metrics import MetricsWriter
 from sao.rollout.episodes import EpisodeFailure
@@ -31,12 +31,10 @@ class RunObserver:
         self.folder = folder
         self.config = config
         self.started = started
-        critic_only = config.run.phase == "critic"
-        total = config.train.steps + (0 if critic_only else config.critic.critic_only_steps)
         model = config.model.path or config.model.factory.rsplit(":", 1)[0].rsplit(".", 1)[-1]
         self.progress = make_progress(
             config.run.progress,
-            total,
+            total_batches(config),
             run=folder.path.name,
             model=model,
             environment="+".join(config.data.mixture) or config.env.name,

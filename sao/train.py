@@ -24,6 +24,7 @@ from sao.report.html import write_report
 from sao.report.live import DONE
 from sao.rewards.preflight import check_rewards, check_scores
 from sao.runtime import sweeper
+from sao.runtime.checkpoints import FOLDER, STATE
 from sao.runtime.cluster import Cluster
 from sao.runtime.models import check_tokenizer, facts, prepare
 from sao.runtime.plan import check_plan, machine, make_plan
@@ -31,7 +32,7 @@ from sao.runtime.preflight import check_openings, check_start
 from sao.runtime.remote import RemoteLearner, RemoteWorkers
 from sao.runtime.run_folder import RunFolder, choose, started_by
 from sao.runtime.run_store import RunCheckpointer, RunStore
-from sao.runtime.saved import FINAL, STATE
+from sao.runtime.saved import FINAL
 from sao.tasks.source import TaskSource, build_held_out, build_source, check_arguments
 
 INTERRUPTED = 130
@@ -100,8 +101,6 @@ def _telling_outcome(folder: RunFolder, job: Job) -> Iterator[None]:
             folder.write_json(OUTCOME, {"state": "failed", "message": str(cause) or type(cause).__name__})
         if cause is error:
             raise
-        if cause is error:
-            raise
         raise cause from error
     folder.write_json(OUTCOME, {"state": "stopped" if job.stopped else "complete", "message": ""})
 
@@ -134,9 +133,9 @@ class Job:
     async def run(self) -> None:
         config, folder, observer = self.config, self.folder, self.observer
         observer.phase("starting Ray, engines, learner and workers")
-        names = environments(config)
+        env_configs = environments(config)
         cluster = Cluster(
-            config, names, self.model_path, folder.path, incarnation=folder.incarnation, on_event=observer.event, on_start=observer.phase
+            config, env_configs, self.model_path, folder.path, incarnation=folder.incarnation, on_event=observer.event, on_start=observer.phase
         )
         this = asyncio.current_task()
         assert this is not None
@@ -166,10 +165,10 @@ class Job:
                 folder.write_json("ledger.json", loop.ledger.audit())
             if loop.complete:
                 observer.phase("writing the final checkpoint")
-                final = folder.path / "checkpoints" / FINAL
+                final = folder.path / FOLDER / FINAL
                 (final / STATE).unlink(missing_ok=True)
                 await learner.export(str(final))
-                folder.write_json(f"checkpoints/{FINAL}/{STATE}", {"version": loop.version, "batches_done": loop.batches_done})
+                folder.write_json(f"{FOLDER}/{FINAL}/{STATE}", {"version": loop.version, "batches_done": loop.batches_done})
         if not loop.ledger.audit()["closes"]:
             raise SystemFailure(f"the ledger does not close; see ledger.json in {folder.path}")
         if loop.complete:

@@ -188,7 +188,7 @@ class LearnerActor:
         from sao.errors import LearnerFailure
 
         self._written()
-        with _disk_faults(LearnerFailure, f"{directory} cannot be written ({{}}); free space and go on with `sao train resume=RUN`"):
+        with _disk_faults(LearnerFailure, directory, "take another disk, and go on with `sao train resume=RUN`"):
             self.learner.export(directory)
 
     def save(self, directory: str, *buffered: Trajectory) -> None:
@@ -198,7 +198,7 @@ class LearnerActor:
         from sao.runtime.checkpoints import BUFFER
 
         self._written()
-        with _disk_faults(CheckpointFailure, f"{directory} cannot be written ({{}}); free space or set checkpoint.every=0"):
+        with _disk_faults(CheckpointFailure, directory, "set checkpoint.every=0"):
             self.learner.save(directory)
             write_file(Path(directory) / BUFFER, -1, buffered)
 
@@ -218,11 +218,11 @@ class LearnerActor:
 
 
 @contextlib.contextmanager
-def _disk_faults(failure: type[SystemFailure], message: str) -> Iterator[None]:
-    """A disk that takes no more, by whatever name: torch calls it a RuntimeError, safetensors an error of its own. The cause goes into `message`."""
+def _disk_faults(failure: type[SystemFailure], directory: str, otherwise: str) -> Iterator[None]:
+    """A disk that takes no more, by whatever name: torch calls it a RuntimeError, safetensors an error of its own."""
     from safetensors import SafetensorError
 
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise failure(message.format(error)) from error
+        raise failure(f"{directory} cannot be written ({error}); free space or {otherwise}") from error

@@ -88,6 +88,11 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Steps that have a checkpoint in `folder`, damaged ones included, ascending; by their names."""
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None. Raises UserError when another version of the software made it."""
     try:

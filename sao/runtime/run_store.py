@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from sao.errors import CheckpointFailure, DataError
 from sao.report.store import read_file, step_path, stored_steps
 from sao.rollout.staleness import Finished
-from sao.runtime.checkpoints import BUFFER, Checkpoint, Checkpoints
+from sao.runtime.checkpoints import BUFFER, Checkpoint, Checkpoints, checkpoint_steps
 from sao.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class RunStore:
 
     def prune(self) -> None:
         """Remove what no checkpoint needs, when the run does not keep its trajectories."""
-        steps = sorted(int(path.name.removeprefix("step-")) for path in self.checkpoints.folder.glob("step-*"))
+        steps = checkpoint_steps(self.checkpoints.folder)
         if self.keep_all or not steps:
             return
         for step in stored_steps(self.run_dir):

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sao.errors import ConfigError, UserError
+from sao.runtime.checkpoints import FOLDER, STATE, checkpoint_steps
 
-FINAL, STATE = "final", "state.json"
+FINAL = "final"
 
 
 def own_arguments(arguments: Sequence[str], names: Sequence[str], *, verb: str, others: bool) -> tuple[dict[str, str], list[str]]:
@@ -64,22 +65,23 @@ def checkpoint(run: Path, name: str) -> Path:
 
 def batches_done(run: Path) -> int:
     """Training steps that a resume finds done: in the newest checkpoint or in the batches stored after it. By their names; nothing is read."""
-    steps = [int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")]
     stored = [int(path.stem.removeprefix("step-")) + 1 for path in (run / "trajectories").glob("step-*.parquet")]
-    return max([*steps, *stored], default=0)
+    return max([*checkpoint_steps(run / FOLDER), *stored], default=0)
 
 
 def final_step(run: Path) -> int | None:
     """Training steps in the final checkpoint; None when there is none, or it was cut off."""
-    try:
-        return int(json.loads((run / "checkpoints" / FINAL / STATE).read_text())["batches_done"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return _counter(run / FOLDER / FINAL, "batches_done")
 
 
 def version(folder: Path) -> int | None:
     """Actor steps in a checkpoint's weights, where it says so."""
+    return _counter(folder, "version")
+
+
+def _counter(folder: Path, name: str) -> int | None:
+    """What a checkpoint's state says under `name`; None when it says nothing."""
     try:
-        return int(json.loads((folder / STATE).read_text())["version"])
+        return int(json.loads((folder / STATE).read_text())[name])
     except (OSError, ValueError, KeyError, TypeError):
         return None
