@@ -35,6 +35,11 @@ def operations(expression: str) -> list[str]:
     return done
 
 
+def goes_below_zero(expression: str) -> bool:
+    """Whether an operation, done one after the other, has a negative result."""
+    return any(step.partition("=")[2].startswith("-") for step in operations(expression))
+
+
 def split_of(expression: str) -> str:
     """`train` or `held_out`: a property of the expression itself, so the two splits are disjoint however tasks are drawn."""
     return "held_out" if zlib.crc32(expression.encode()) % HELD_OUT_SHARE == 0 else "train"

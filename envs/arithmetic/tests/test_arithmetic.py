@@ -32,10 +32,10 @@ def test_the_opening_is_one_short_user_message() -> None:
 def test_examples_are_solved_turns_before_the_question() -> None:
     messages = asyncio.run(build(examples=2).reset(Context()))
     assert [(m["role"], m["content"]) for m in messages] == [
+        ("user", "5+3-2="),
+        ("assistant", "6"),
         ("user", "2+3*2="),
         ("assistant", "8"),
-        ("user", "5-2-4="),
-        ("assistant", "-1"),
         ("user", "2+3*4="),
     ]
     with pytest.raises(ConfigError, match=r"env\.args\.examples=9"):
@@ -44,7 +44,20 @@ def test_examples_are_solved_turns_before_the_question() -> None:
 
 def test_worked_examples_end_with_the_answer() -> None:
     messages = asyncio.run(build(examples=4, worked=True).reset(Context()))
-    assert [m["content"] for m in messages if m["role"] == "assistant"] == ["3*2=6, 2+6=8", "5-2=3, 3-4=-1", "4*2=8, 8-1=7", "9-5=4, 4+1=5"]
+    assert [m["content"] for m in messages if m["role"] == "assistant"] == ["5+3=8, 8-2=6", "3*2=6, 2+6=8", "5-2=3, 3-4=-1", "4*2=8, 8-1=7"]
+
+
+def test_examples_are_of_the_kind_that_is_asked() -> None:
+    messages = asyncio.run(build("5-3", examples=3, operators="+-", negative=False).reset(Context()))
+    assert [m["content"] for m in messages if m["role"] == "user"] == ["5+3-2=", "2+6+1=", "9-5+1=", "5-3="]
+    with pytest.raises(ConfigError, match=r"env\.args\.examples=3 must lie between 0 and 2, the solved questions with operators \+"):
+        ArithmeticEnvironment.generate_payload(random.Random(0), "train", operators="+", examples=3)
+
+
+@given(st.integers(0), st.sampled_from(["-", "+-", "+-*"]))
+def test_without_negatives_no_result_on_the_way_is_below_zero(seed: int, operators: str) -> None:
+    payload = ArithmeticEnvironment.generate_payload(random.Random(seed), "train", operators=operators, negative=False)
+    assert all(int(step.partition("=")[2]) >= 0 for step in operations(payload["expression"]))
 
 
 @pytest.mark.parametrize("text", ["14", " 14\n", "2+3*4 = 14", "14.", "It is 14.0"])
