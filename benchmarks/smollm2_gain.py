@@ -7,30 +7,51 @@ import asyncio
 import json
 import statistics
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from common import counters, read_jsonl, sao, write_result
 
+if TYPE_CHECKING:
+    from sao.environment import Task
+
 IDS = ["smollm2_gain"]
-QUESTIONS, SAMPLES, DRAWS = 400, 4, 10_000
+QUESTIONS, SAMPLES, DRAWS = 300, 4, 10_000
 TIME_LIMIT_S = 1800
 
 
-async def rewards(model_path: str) -> np.ndarray[Any, Any]:
-    """Rewards [QUESTIONS, SAMPLES] at temperature 1 of a model directory: the worker and the engine that train, without Ray around them."""
+def questions() -> list[Task]:
+    """QUESTIONS different expressions of the held-out split; tasks are drawn with replacement, so more are drawn."""
+    from sao.config_load import compose, environments
+    from sao.tasks.source import build_held_out
+
+    config = compose(["experiment=smollm2"])
+    drawn = {task.payload["expression"]: task for task in build_held_out(config, environments(config), 20 * QUESTIONS)}
+    assert len(drawn) >= QUESTIONS, f"experiment=smollm2 has only {len(drawn)} held-out questions"
+    return list(drawn.values())[:QUESTIONS]
+
+
+def best_constant(tasks: Sequence[Task]) -> float:
+    """Accuracy of the one answer that is right most often: what a policy that ignores the question could reach."""
+    from sao.envs.arithmetic.expressions import value
+
+    return max(Counter(value(task.payload["expression"]) for task in tasks).values()) / len(tasks)
+
+
+async def rewards(model_path: str, tasks: Sequence[Task]) -> np.ndarray[Any, Any]:
+    """Rewards [tasks, SAMPLES] at temperature 1 of a model directory: the worker and the engine that train, without Ray around them."""
     from sao.config_load import compose, environments
     from sao.inference.pool import LocalHandle
     from sao.inference.vllm_engine import VllmEngine
     from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
     from sao.rollout.worker import EpisodeWorker
-    from sao.tasks.source import build_held_out
     from sao.trajectory import EpisodeId
 
     config = compose(["experiment=smollm2"])
     env_configs = environments(config)
-    tasks = build_held_out(config, env_configs, QUESTIONS)
     engine = VllmEngine(model_path, config.engine, config.weights, name="eval")
     worker = EpisodeWorker(config, env_configs, model_path, [LocalHandle(engine, "eval")])
 
@@ -45,7 +66,7 @@ async def rewards(model_path: str) -> np.ndarray[Any, Any]:
         return outcome.meta.reward
 
     try:
-        return np.array(await asyncio.gather(*(one(i) for i in range(QUESTIONS * SAMPLES)))).reshape(QUESTIONS, SAMPLES)
+        return np.array(await asyncio.gather(*(one(i) for i in range(len(tasks) * SAMPLES)))).reshape(len(tasks), SAMPLES)
     finally:
         await engine.close()
 
@@ -85,7 +106,8 @@ def main() -> None:
             seconds = sao("train", "experiment=smollm2", f"run.dir={run}", "run.progress=plain", timeout_s=2 * TIME_LIMIT_S)
         seconds = seconds or read_jsonl(run / "metrics.jsonl")[-1]["t"]
         base = json.loads((run / "command.json").read_text())["model"]
-        before, after = (asyncio.run(rewards(path)) for path in (base, str(run / "checkpoints" / "final" / "policy")))
+        asked = questions()
+        before, after = (asyncio.run(rewards(path, asked)) for path in (base, str(run / "checkpoints" / "final" / "policy")))
         detail = training(run, seconds)
     low, high = gain_interval(before.mean(axis=1), after.mean(axis=1))
     gain = float(after.mean() - before.mean())
@@ -104,6 +126,7 @@ def main() -> None:
             "after": float(after.mean()),
             "questions": QUESTIONS,
             "samples": SAMPLES,
+            "best_constant_answer": best_constant(asked),
             "training": detail,
         },
     )
