@@ -176,7 +176,11 @@ class Cluster:
         limit = self.config.engine.start_timeout_s
 
         async def one(name: str, actor: Any) -> dict[str, Any]:
-            identity: dict[str, Any] = await call(actor.ready.remote(), name, SystemFailure, limit, "engine.start_timeout_s")
+            try:
+                identity: dict[str, Any] = await call(actor.ready.remote(), name, SystemFailure, limit, "engine.start_timeout_s")
+            except SystemFailure as failure:
+                failure.args = (self._with_advice(name, str(failure)),)
+                raise
             if name not in self.identities:
                 self.on_start(f"{name} is ready")
             return identity
@@ -262,7 +266,7 @@ class Cluster:
                 except SystemFailure as failure:
                     if not failure.lost:
                         raise
-                    reason = self._with_advice(name, str(failure))
+                    reason = str(failure)
                     self._born[name] = time.monotonic()  # a start that fails is the shortest of lives
             self.on_event(f"{name} is back after {time.monotonic() - started:.0f} s")
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from sao.config import Config
 from sao.errors import ConfigError
+from sao.runtime.container import memory_groups
 from sao.runtime.memory import BYTES, MB, RAY_MB, Parts, engine_parts, learner_parts, object_store_mb, worker_parts
 from sao.runtime.models import ModelFacts
 
@@ -96,12 +97,14 @@ class Plan:
 
 
 def machine() -> Machine:
-    """Cores this process may use, memory as the kernel reports it, GPUs by device files (torch is not imported for this)."""
+    """Cores this process may use, memory as the kernel and the container's limits have it, GPUs by device files (torch is not imported for this)."""
     import psutil
 
-    memory = psutil.virtual_memory()
+    memory, groups = psutil.virtual_memory(), list(memory_groups())
+    total = min([memory.total, *(group.limit for group in groups)])
+    available = min([memory.available, *(group.room for group in groups)])
     gpus = [name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
-    return Machine(len(os.sched_getaffinity(0)), memory.total // MB, memory.available // MB, len(gpus))
+    return Machine(len(os.sched_getaffinity(0)), total // MB, available // MB, len(gpus))
 
 
 def make_plan(config: Config, model: ModelFacts, here: Machine, *, training: bool = True) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -42,3 +43,15 @@ def test_a_death_by_the_kernels_hand_is_told_with_the_key_to_lower(tmp_path, mon
     monkeypatch.setattr("sao.runtime.cluster.kernel_oom_kills", lambda: cluster._oom_kills + 1)
     asyncio.run(cluster.replace("worker-0", dead, "worker-0 died"))
     assert "lower rollout.max_running" in heard[0]
+
+
+def test_a_start_that_the_kernel_ended_is_told_with_the_key_to_lower(tmp_path, monkeypatch):
+    async def dies(*_: object) -> None:
+        raise lost(SystemFailure, "engine-0 died")
+
+    cluster = Cluster(Config(), [], "model", tmp_path)
+    monkeypatch.setattr("sao.runtime.cluster.call", dies)
+    monkeypatch.setattr("sao.runtime.cluster.kernel_oom_kills", lambda: cluster._oom_kills + 1)
+    with pytest.raises(SystemFailure, match=r"engine-0 died; the kernel killed .*: lower engine\.kv_cache_mb") as caught:
+        asyncio.run(cluster._ready({"engine-0": MagicMock()}))
+    assert caught.value.lost
