@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,18 +19,20 @@ from sao.report.store import read_columns, stored_steps
 from sao.runtime.processes import is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
+WITHOUT = "SAO_TEST_WITHOUT"
 FOLDER_MARK = "SAO_TEST_FOLDER"  # in the environment of everything a run of these tests starts
 
 
 class Run:
     """One `sao train` as a process of its own."""
 
-    def __init__(self, arguments: list[str], folder: Path, *, scripted: bool, log: Path) -> None:
+    def __init__(self, arguments: list[str], folder: Path, *, scripted: bool, log: Path, without: str = "") -> None:
+        """without: a guard to leave out (`tests.system.scripted_run.GUARDS`), to see that its absence shows."""
         module = "tests.system.scripted_run" if scripted else "sao.cli"
         self.folder = folder
         self.log = log
         command = [sys.executable, "-m", module, "train", *arguments]
-        environment = os.environ | {FOLDER_MARK: str(folder), "PYTHONPATH": str(ROOT)}
+        environment = os.environ | {FOLDER_MARK: str(folder), WITHOUT: without, "PYTHONPATH": str(ROOT)}
         with open(log, "a") as out:
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
 
@@ -92,16 +95,24 @@ def gone_within(folder: Path, seconds: float) -> list[int]:
     return left
 
 
+def end(folder: Path) -> None:
+    """Kill whatever runs in `folder` have left."""
+    for pid in marked_processes(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def account(folder: Path) -> dict[str, Any]:
-    """What the surviving lineage trained: prompts trained twice, steps without a file, and the ledger's own word."""
-    table = read_columns(folder, columns=("step", "episode_ordinal", "segment"))
-    ordinals = Counter(o for o, s in zip(table["episode_ordinal"].to_pylist(), table["segment"].to_pylist(), strict=True) if s <= 0)
+    """What the surviving lineage trained: prompts trained twice (an episode, or a task under two episodes), steps without a file, the ledger's own word."""
+    table = read_columns(folder, columns=("episode_ordinal", "task_id", "segment"))
+    rows = [(o, t) for o, t, s in zip(*(table[name].to_pylist() for name in table.column_names), strict=True) if s <= 0]
+    ordinals, tasks = Counter(ordinal for ordinal, _ in rows), Counter(task for _, task in set(rows))
     ledger = json.loads((folder / "ledger.json").read_text())
     steps = stored_steps(folder)
     prompts = ledger["prompts"]
     return {
         "closes": ledger["closes"],
-        "doubled": sum(count > 1 for count in ordinals.values()),
+        "doubled": sum(count > 1 for counts in (ordinals, tasks) for count in counts.values()),
         "lost": prompts["submitted"] - prompts["trained"] - sum(prompts["dropped"].values()),
         "trained": prompts["trained"],
         "trained_by_store": len(ordinals),

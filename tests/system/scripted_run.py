@@ -6,6 +6,7 @@ same weights to the last bit. Use: python -m tests.system.scripted_run train ...
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -13,8 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sao.runtime import cluster
+from sao.loop import TrainingLoop
+from sao.runtime import checkpoints, cluster, sweeper
 from sao.runtime.actors import EngineActor
+from sao.runtime.remote import RemoteLearner
 
 TOKEN_S = 0.004
 
@@ -52,10 +55,38 @@ def options(folder: Path, *, steps: int, batch: int = 8, staleness: int = 0) -> 
     ]  # fmt: skip
 
 
+async def _never(*_: Any) -> None:
+    await asyncio.Event().wait()
+
+
+async def _empty_learner(self: RemoteLearner, actor: Any) -> None:
+    self._current = actor
+
+
+def _forget_cursor(self: TrainingLoop, *args: Any) -> None:
+    before = self.source.state_dict()
+    _load(self, *args)
+    self.source.load_state_dict(before)
+
+
+_load = TrainingLoop.load_state_dict
+
+# What a fault test relies on, by name: the object, its attribute, and what stands in its place when the guard is removed.
+GUARDS: dict[str, tuple[Any, str, Any]] = {
+    "signs of life": (cluster.Cluster, "_watch_one", _never),
+    "a replaced learner is restored": (RemoteLearner, "_bring_up_to_date", _empty_learner),
+    "a checkpoint is checked": (checkpoints, "damage", lambda path: None),
+    "a checkpoint holds the task cursor": (TrainingLoop, "load_state_dict", _forget_cursor),
+    "the sweeper": (sweeper, "start", lambda: None),
+}
+
+
 if __name__ == "__main__":
     from sao.cli import main
     from tests.system.scripted_run import ScriptedEngineActor as Actor  # by its importable name, so that Ray's workers find it
 
     cluster.EngineActor = Actor  # type: ignore[misc]
+    if removed := os.environ.get("SAO_TEST_WITHOUT"):
+        setattr(*GUARDS[removed])
     os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
     sys.exit(main(sys.argv[1:]))
