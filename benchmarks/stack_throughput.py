@@ -20,7 +20,7 @@ from typing import Any
 from common import write_result
 
 IDS = ["stack_throughput_ratio"]
-CONCURRENT, TOKENS, REQUESTS = 16, 128, 96
+CONCURRENT, TOKENS, REQUESTS = 16, 128, 64
 SUBJECTS = ("a river", "the sea", "an old clock", "a train at night", "two sisters", "a lighthouse", "winter", "a lost letter")
 OVERRIDES = [
     "model=smollm2", "env=single_turn", "reward=stack_throughput:nothing", f"rollout.max_turn_tokens={TOKENS}", "rollout.max_tokens=512",
