@@ -6,21 +6,18 @@ pickles, answers are JSON, so that nothing the function's code leaves behind is 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import pickle
-import signal
 import socket
 import struct
-import sys
 from typing import Any
 
 from sao.errors import ConfigError
 from sao.rewards.function import RewardFunction, as_score, load_reward, raised
+from sao.runtime.processes import die_with_parent
 
 HEADER = struct.Struct(">Q")
-PR_SET_PDEATHSIG = 1
 
 
 def receive(connection: socket.socket) -> bytes | None:
@@ -65,9 +62,7 @@ def answer(function: RewardFunction, request: tuple[str, dict[str, Any], list[di
 
 
 def main(descriptor: int, target: str) -> None:
-    # A function that loops in C never looks at its socket, so the kernel has to end this process when the parent dies.
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()  # a function that loops in C never looks at its socket
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
     try:

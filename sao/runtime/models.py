@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sao.config import Config
 from sao.errors import ConfigError, SystemFailure
+from sao.runtime.processes import die_with_parent
 
 if TYPE_CHECKING:
     from sao.agents.renderer import Renderer
@@ -65,7 +66,7 @@ def prepare(config: Config) -> str:
 
 def _in_child(make: Callable[[Config], str], config: Config) -> str:
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    with ProcessPoolExecutor(1, mp_context=context, initializer=die_with_parent) as pool:
         try:
             return pool.submit(make, config).result()
         except BrokenProcessPool:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
+import signal
+import sys
 from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
 
 
 def started_ticks(pid: int) -> int | None:
@@ -37,3 +43,16 @@ def kernel_oom_kills() -> int:
             continue
         found = max(found, *(int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
     return found
+
+
+def die_with_parent() -> None:
+    """Called by a child: the kernel kills it when the thread that started it ends, and it ends at once if that has happened. Linux alone can do so.
+
+    A pool's process otherwise waits for work for ever when its parent is killed: it holds both ends of the pipe it reads.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)
