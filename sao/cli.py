@@ -156,6 +156,13 @@ def _episode(text: str) -> tuple[int, int | None]:
     return int(ordinal), int(attempt) if dot else None
 
 
+def _replay(args: argparse.Namespace) -> int:
+    from sao.replay.command import replay_command
+    from sao.runtime.saved import run_folder
+
+    return replay_command(run_folder(args.run), args.step, as_json=args.json)
+
+
 def _bench(args: argparse.Namespace) -> int:
     from sao.bench import bench
 
@@ -189,6 +196,10 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("run", metavar="RUN")
     inspect.add_argument("--step", type=int, help="the step to list, 0-based, as the files are named; the last one by default")
     inspect.add_argument("--episode", type=_episode, metavar="ORDINAL[.ATTEMPT]", help="show this episode token by token")
+    replay = verb("replay", _replay, "train one step of a run again and compare it, bit by bit, with what the run recorded")
+    replay.add_argument("run", metavar="RUN")
+    replay.add_argument("--step", type=int, required=True, help="the step, 0-based, as the files are named")
+    replay.add_argument("--json", action="store_true", help="the whole comparison as JSON")
     bench = verb("bench", _bench, "list the benchmarks, or run those named")
     bench.add_argument("ids", nargs="*", metavar="ID")
     return main_parser

@@ -83,8 +83,11 @@ class TorchLearner:
 
         Raises LearnerFailure when a gradient is not finite; the weights of that optimiser stay as they were.
         """
-        algo = self.config.algo
+        algo, weights = self.config.algo, self.config.weights
         started = time.perf_counter()
+        if weights.reset_optimizer and self.version % weights.publish_every == 0:
+            # The weights this step starts from were published. Done here, not at the publication, so that a step trained again comes out the same.
+            self.policy.gradients.reset()
         batch = make_batch(trajectories, drop_truncated=algo.truncation == "drop")
         packs = self._packs(batch)
         metrics: dict[str, float] = {}
@@ -217,9 +220,7 @@ class TorchLearner:
         return logprobs, reasons
 
     def gather(self) -> tuple[WeightBundle, Canary]:
-        """The policy's weights and the canary's log-probs under them; with weights.reset_optimizer this publication also clears the policy's moments."""
-        if self.config.weights.reset_optimizer:
-            self.policy.gradients.reset()
+        """The policy's weights and the canary's log-probs under them."""
         return pack_weights(named_weights(self.policy.model)), self._canary()
 
     @torch.no_grad()
