@@ -141,8 +141,7 @@ def _inspect(args: argparse.Namespace) -> int:
     from sao.report.inspect import main as inspect
     from sao.runtime.saved import run_folder
 
-    ordinal, attempt = args.episode or (None, None)
-    inspect(run_folder(args.run), step=args.step, episode=ordinal, attempt=attempt)
+    inspect(run_folder(args.run), args.episode, step=args.step, dropped=args.dropped)
     return 0
 
 
@@ -192,10 +191,11 @@ def parser() -> argparse.ArgumentParser:
     verb("doctor", _doctor, "say what this machine can do and what is missing", overrides=True)
     report = verb("report", _report, "write report.html of a run folder")
     report.add_argument("run", metavar="RUN")
-    inspect = verb("inspect", _inspect, "look at a run's trajectories token by token")
+    inspect = verb("inspect", _inspect, "look at a run's trajectories token by token, and at what was dropped")
     inspect.add_argument("run", metavar="RUN")
+    inspect.add_argument("episode", nargs="?", type=_episode, metavar="EPISODE", help="ORDINAL or ORDINAL.ATTEMPT: show this one token by token")
+    inspect.add_argument("--dropped", action="store_true", help="list what was not trained, and every failed attempt, with the reasons")
     inspect.add_argument("--step", type=int, help="the step to list, 0-based, as the files are named; the last one by default")
-    inspect.add_argument("--episode", type=_episode, metavar="ORDINAL[.ATTEMPT]", help="show this episode token by token")
     replay = verb("replay", _replay, "train one step of a run again and compare it, bit by bit, with what the run recorded")
     replay.add_argument("run", metavar="RUN")
     replay.add_argument("--step", type=int, required=True, help="the step, 0-based, as the files are named")

@@ -80,6 +80,7 @@ class CriticConfig:
     freeze: list[str] = field(default_factory=lambda: [r"\.(self_attn|linear_attn)\."])  # regular expressions on parameter names; empty: none
     head_init: str = "zero"  # zero | normal
     critic_only_steps: int = 10  # first steps with the actor frozen
+    trust_above: float = 0.1  # screen and report warn of the critic until the median explained variance of five steps is above this
     path: str = ""  # start from this critic (for instance of `run.phase=critic`) instead of the policy's weights
 
 

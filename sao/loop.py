@@ -22,7 +22,7 @@ from sao.errors import EnvironmentFailure, LearnerFailure
 from sao.inference.protocol import PublishReport
 from sao.learner.protocol import StepReport
 from sao.ledger import Ledger
-from sao.rollout.episodes import EpisodeFailure, EpisodeRequest, EpisodeRunner
+from sao.rollout.episodes import EpisodeFailure, EpisodeRequest, EpisodeRunner, Loss
 from sao.rollout.staleness import Buffer, Finished, may_admit
 from sao.tasks.source import TaskSource
 from sao.trajectory import EpisodeId
@@ -68,6 +68,10 @@ class Observer(Protocol):
     def publication(self, version: int, reports: Sequence[PublishReport], seconds: float) -> None: ...
 
     def failure(self, failure: EpisodeFailure, retried: bool) -> None: ...
+
+    def lost(self, loss: Loss) -> None:
+        """Called for every dropped episode and every failed attempt, failures included."""
+        ...
 
     def phase(self, text: str) -> None: ...
 
@@ -229,10 +233,11 @@ class TrainingLoop:
             self.observer.failure(outcome, retried)
             self._count_failure(outcome)
             if not retried:
-                self.ledger.drop(request.episode_id, outcome.reason, outcome.tokens)
+                self._drop(request.episode_id, outcome.reason, outcome.message, outcome.handle, tokens=outcome.tokens)
                 del self._issued[request.episode_id.ordinal]
                 self._signal()
                 return
+            self._lose(request.episode_id, outcome.reason, outcome.message, outcome.handle, outcome.tokens, retried=True)
             episode_id = self.ledger.retry(request.episode_id, outcome.reason, outcome.tokens, self.published_version)
             request = self._request(episode_id, request.task)
 
@@ -240,10 +245,21 @@ class TrainingLoop:
         self.ledger.finish(finished.meta)
         del self._issued[finished.meta.episode_id.ordinal]
         if finished.meta.action_tokens == 0:
-            self.ledger.drop(finished.meta.episode_id, finished.meta.finish.detail or "no_action")
+            self._drop(finished.meta.episode_id, finished.meta.finish.detail or "no_action", "no token was sampled", finished.handle)
         else:
             self.buffer.add(finished)
         self._signal()
+
+    def _drop(self, episode_id: EpisodeId, reason: str, message: str, handle: Any = None, *, tokens: int = 0) -> None:
+        """An episode leaves the ledger untrained. `tokens`: as for `Ledger.drop`."""
+        self._lose(episode_id, reason, message, handle, tokens)
+        self.ledger.drop(episode_id, reason, tokens)
+
+    def _lose(self, episode_id: EpisodeId, reason: str, message: str, handle: Any, tokens: int, *, retried: bool = False) -> None:
+        """Tell the observer of an attempt or an episode that is about to leave the ledger, or to begin anew."""
+        entry = self.ledger.entries[episode_id.ordinal]
+        where = entry.task_id, entry.environment, entry.workload
+        self.observer.lost(Loss(episode_id, *where, reason, message, tokens or entry.tokens, entry.version, self.batches_done, retried, handle))
 
     def _count_failure(self, failure: EpisodeFailure) -> None:
         self._failures_in_a_row += 1
@@ -283,8 +299,8 @@ class TrainingLoop:
         self.version = report.version
         left_out = self._left_out(batch)
         self.ledger.settle([identity for identity in ids if identity not in left_out], awaits_publication=self.version > version_before)
-        for identity in left_out:
-            self.ledger.drop(identity, "truncated")
+        for identity in sorted(left_out):
+            self._drop(identity, "truncated", f"cut off, which algo.truncation=drop keeps from training; its tokens are in the file of step {step}")
         self.batches_done = step + 1
         return report
 
@@ -292,7 +308,8 @@ class TrainingLoop:
         """Wait until rule 2 lets a step start; take its batch. None when the run is to stop."""
         while not self._stopping:
             for late in self.buffer.pop_overdue(self.version):
-                self.ledger.drop(late.meta.episode_id, "overdue")
+                age, bound = self.version - late.meta.oldest_version, self.config.rollout.staleness
+                self._drop(late.meta.episode_id, "overdue", f"{age} versions old where rollout.staleness={bound} (rollout.overdue=drop)", late.handle)
                 self._signal()
             batch = self.buffer.pop_batch(self.ledger.running_versions(), version_after=self.version + advance)
             if batch is not None:
@@ -374,8 +391,10 @@ class TrainingLoop:
     def _drop_surplus(self) -> None:
         """Let go what no step can take any more: an episode that was dropped after the checkpoint, and replaced, is in flight again with its replacement trained."""
         by_loss = sorted(self.ledger.entries.values(), key=lambda entry: (entry.state == "running", entry.episode_id), reverse=True)
+        handles = {item.meta.episode_id: item.handle for item in self.buffer.items}
         for entry in by_loss[: max(0, len(by_loss) - self._remaining())]:
-            self.ledger.drop(entry.episode_id, "surplus")
+            message = "the run was resumed, and the episode that had taken its place is trained"
+            self._drop(entry.episode_id, "surplus", message, handles.get(entry.episode_id))
             self._issued.pop(entry.episode_id.ordinal, None)
             self.buffer.items = [item for item in self.buffer.items if item.meta.episode_id != entry.episode_id]
 

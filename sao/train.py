@@ -28,8 +28,8 @@ from sao.runtime.checkpoints import FOLDER, STATE
 from sao.runtime.cluster import Cluster
 from sao.runtime.models import check_tokenizer, facts, prepare
 from sao.runtime.plan import check_plan, machine, make_plan
-from sao.runtime.preflight import check_openings, check_start
-from sao.runtime.remote import RemoteLearner, RemoteWorkers
+from sao.runtime.preflight import check_critic, check_openings, check_start
+from sao.runtime.remote import RemoteLearner, RemoteWorkers, fetch
 from sao.runtime.run_folder import RunFolder, choose, started_by
 from sao.runtime.run_store import RunCheckpointer, RunStore
 from sao.runtime.saved import FINAL
@@ -58,6 +58,7 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
     model_path = prepare(config)
     renderer = check_tokenizer(config, model_path)
     model = facts(model_path)
+    check_critic(config, model)
     plan = make_plan(config, model, machine())
     check_plan(config, plan, model)
     check_openings(config, env_configs, probes, renderer)
@@ -73,7 +74,7 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
         command = {"verb": "train", "overrides": list(overrides), "model": model_path, "incarnation": folder.incarnation, "sao": started_by()}
         folder.write_json("command.json", command)
         sweeper.start()
-        observer = RunObserver(folder, config, started)
+        observer = RunObserver(folder, config, started, fetch)
         job = Job(config, source, held_out, model_path, folder, observer)
         folder.write_json(OUTCOME, {"state": "running", "message": ""})
         try:
@@ -163,6 +164,7 @@ class Job:
                     task.cancel()
                 await asyncio.gather(watcher, work, return_exceptions=True)
                 folder.write_json("ledger.json", loop.ledger.audit())
+                observer.settle()
             if loop.complete:
                 observer.phase("writing the final checkpoint")
                 final = folder.path / FOLDER / FINAL

@@ -227,7 +227,7 @@ def _ledger(run: RunData) -> str:
         f'<div class="panel"><div class="tools">{chip}<span>submitted = trained + dropped + in flight, for prompts and for sampled tokens</span></div>'
         f'<div class="flow">{flow}</div><table class="t"><tr><th></th><th class="n">prompts</th><th class="n"></th><th class="n">sampled tokens</th><th></th></tr>{body}'
         f'<tr class="total"><td>submitted / sampled</td><td class="n">{submitted:,}</td><td></td><td class="n">{sampled:,}</td><td></td></tr></table>'
-        f'<p class="note">{note}</p></div>'
+        f'<p class="note">{note} <code>sao inspect RUN --dropped</code> says why, one by one.</p></div>'
     )
 
 

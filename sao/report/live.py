@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import IO, Any, Protocol
 
 from sao.errors import UserError
+from sao.report.trust import Verdict
 
 MODES = ("auto", "rich", "plain")
 DONE = "done"  # the phase of a run that has reached its end
@@ -38,6 +39,7 @@ class LiveState:
     canary_gap: float | None = None  # largest |engine - trainer| log-prob of the latest publication
     response_length: float | None = None
     entropy: float | None = None
+    critic: Verdict | None = None  # None: the algorithm has no critic, or none was trained yet
     dropped: Mapping[str, int] = field(default_factory=dict)
     accuracy_before: float | None = None
     accuracy_after: float | None = None
@@ -153,6 +155,9 @@ def step_line(track: Track) -> str:
     parts.append(f"v{s.version}")
     if s.canary_gap is not None:
         parts.append(f"canary {s.canary_gap:.1e}")
+    if s.critic is not None and not s.critic.trusted:
+        explained = "" if s.critic.explained is None else f" (explains {s.critic.explained:.0%})"
+        parts.append(f"critic not trusted yet{explained}")
     if s.dropped:
         parts.append(f"dropped {dropped_text(s.dropped)}")
     left = track.left_s()

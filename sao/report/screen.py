@@ -17,6 +17,7 @@ from rich.text import Text
 
 from sao.report.curve import braille_curve, smooth, value_range
 from sao.report.live import DONE, Track, clock_text, dropped_text
+from sao.report.trust import Verdict
 
 _REDRAWS_PER_S = 2.0
 _LOG_LINES = 3
@@ -151,6 +152,7 @@ class RichProgress:
             ("buffered", Text().append(f"{s.buffered}", "bold").append(" episodes", style="dim")),
             ("response", _number(s.response_length, ",.1f", unit=" tokens")),
             ("entropy", _number(s.entropy, ".3f", unit=" nats")),
+            ("critic", _critic(s.critic)),
         ]
         table = Table.grid(expand=True, padding=(0, 2, 0, 0))
         for _ in range(columns):
@@ -177,6 +179,13 @@ class RichProgress:
 
 def _number(value: float | None, spec: str, style: str = "bold", unit: str = "") -> Text:
     return Text().append("–", "dim") if value is None else Text().append(format(value, spec), style).append(unit, "dim")
+
+
+def _critic(verdict: Verdict | None) -> Text:
+    if verdict is None:
+        return Text("–", style="dim")
+    explained = Text("undefined" if verdict.explained is None else f"{verdict.explained:.0%} explained", style="bold")
+    return explained if verdict.trusted else explained.append("  not trusted yet", "yellow")
 
 
 def _idle(share: float | None) -> Text:

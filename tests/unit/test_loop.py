@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -43,7 +44,20 @@ def drive(
     learner = CountingLearner(config, step_s)
     loop = TrainingLoop(config, CountingSource(classes), workers, learner, engines, SilentObserver())
     run(loop.run())
+    told(loop)
     return loop, learner, workers, engines
+
+
+def told(loop: TrainingLoop) -> None:
+    """The observer heard of every loss that the ledger counts, and of no other."""
+    losses, ledger = loop.observer.losses, loop.ledger
+    tokens: Counter[str] = Counter()
+    for loss in losses:
+        tokens[loss.reason] += loss.tokens
+        assert loss.message and loss.task_id and loss.environment == "fake"
+    assert Counter(loss.reason for loss in losses if not loss.retried) == ledger.dropped
+    assert Counter(loss.reason for loss in losses if loss.retried) == ledger.retried
+    assert tokens == ledger.dropped_tokens
 
 
 @settings(max_examples=60, deadline=None)
@@ -128,6 +142,7 @@ def test_overdue_drop_counts_by_task():
     loop, learner, _, _ = drive(config, latency=lambda request: 8.0 if request.task.workload == "slow" else 0.1)
     assert max(learner.staleness) <= 1
     assert loop.ledger.dropped["overdue"] > 0
+    assert all(loss.handle.episode_id == loss.episode_id for loss in loop.observer.losses), "what finished can be looked at"
     assert all(entry["reason"] == "overdue" for entry in loop.ledger.audit()["dropped_by_task"])
     assert loop.ledger.audit()["closes"]
 
@@ -213,6 +228,8 @@ def test_truncation_drop_neither_deadlocks_nor_counts_as_trained():
     run(loop.run())
     audit = loop.ledger.audit()
     assert audit["closes"] and audit["prompts"]["dropped"] == {"truncated": 5}
+    told(loop)
+    assert all("algo.truncation=drop" in loss.message for loss in loop.observer.losses)
 
 
 def test_phase_critic_trains_no_actor():

@@ -217,7 +217,11 @@ def test_gather_carries_every_weight_once_and_the_canary_matches_them(make):
 def test_reset_optimizer_forgets_the_moments_of_before_a_publication(make):
     """Whether the weights were really fetched in between makes no difference: a learner that trains old batches again publishes nothing."""
     moments = {}
-    for name, changes in (("kept", {}), ("each", {"weights__reset_optimizer": True}), ("second", {"weights__reset_optimizer": True, "weights__publish_every": 2})):
+    for name, changes in (
+        ("kept", {}),
+        ("each", {"weights__reset_optimizer": True}),
+        ("second", {"weights__reset_optimizer": True, "weights__publish_every": 2}),
+    ):
         learner = make(**changes)
         for step in range(2):
             learner.step(batch(seed=step), step)
