@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,9 +48,7 @@ def replay(run: Path, step: int, say: Callable[[str], None] = lambda text: None)
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="sao-replay-")))
         stretch = stretch_of(lineage, steps[0])
-        learner = _learner(stretch, scratch)
-        if start is not None:
-            learner.restore(str(run / FOLDER / f"step-{start:06d}"))
+        learner = _learner(stretch, scratch, None if start is None else run / FOLDER / f"step-{start:06d}")
         result.found.notes += _machine_notes(stretch)
         for at in steps:
             if stretch_of(lineage, at) is not stretch:
@@ -100,18 +98,24 @@ def _batch(run: Path, step: int) -> list[StoredEpisode]:
     return stored
 
 
-def _learner(stretch: Stretch, scratch: Path) -> TorchLearner:
-    """A learner as that run's learner process made it, before any checkpoint was read."""
+def _learner(stretch: Stretch, scratch: Path, checkpoint: Path | None) -> TorchLearner:
+    """A learner as that run's learner process made it: from the initial weights, or from a checkpoint, which holds all it needs but a KL term's reference."""
     from sao.learner.learner import TorchLearner
 
-    model, config = stretch.model, stretch.config
-    if not (Path(model) / "config.json").is_file():
+    config, model = stretch.config, stretch.model
+    if checkpoint is not None and not config.algo.kl_coef:
+        critic = checkpoint / "critic"
+        model, config = str(checkpoint / "policy"), replace(config, critic=replace(config.critic, path=str(critic) if critic.exists() else ""))
+    elif not model or not (Path(model) / "config.json").is_file():
         if config.model.warmstart or config.model.path or not config.model.factory:
             raise UserError(
-                f"the model this run started from, {model or 'which it does not name'}, is not there any more; put it back to replay the run"
+                f"the model this run started from, {model or 'which it does not name'}, is not there any more; put it back, or choose a step after a checkpoint"
             )
         model = make_base(config, str(scratch / "model"))
-    return TorchLearner(config, model, total_steps=config.train.steps)
+    learner = TorchLearner(config, model, total_steps=config.train.steps)
+    if checkpoint is not None:
+        learner.restore(str(checkpoint))
+    return learner
 
 
 def _hand_over(learner: TorchLearner, before: Stretch, after: Stretch, scratch: Path) -> tuple[Stretch, TorchLearner]:
@@ -122,9 +126,7 @@ def _hand_over(learner: TorchLearner, before: Stretch, after: Stretch, scratch: 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     learner.save(str(folder))
-    following = _learner(after, scratch)
-    following.restore(str(folder))
-    return after, following
+    return after, _learner(after, scratch, folder)
 
 
 def _machine_notes(stretch: Stretch) -> list[str]:

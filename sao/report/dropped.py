@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sao.report.jsonl import open_for_append, read_jsonl, write_record
-from sao.report.store import StoredEpisode, read_file, write_file
+from sao.report.store import StoredEpisode, read_file, read_ordinals, write_file
 from sao.rollout.episodes import Loss
 from sao.trajectory import EpisodeId, Trajectory
 
@@ -131,6 +131,8 @@ def _lines(run_dir: Path) -> Iterator[Dropped]:
 def read_tokens(run_dir: Path, dropped: Dropped) -> StoredEpisode | None:
     """What a lost attempt had written, as far as it was kept; no training record belongs to it. Raises DataError for a file that cannot be read."""
     for path in sorted((run_dir / FOLDER).glob(f"{dropped.sitting:03d}-*.parquet")):
+        if dropped.episode_id.ordinal not in read_ordinals(path):
+            continue
         for stored in read_file(path, dropped.episode_id.ordinal):
             if stored.trajectory.episode_id == dropped.episode_id:
                 return stored

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -156,7 +155,12 @@ def check_plan(config: Config, plan: Plan, model: ModelFacts) -> None:
             "lower engine.replicas, engine.threads or learner.threads, or set launcher.oversubscribe=true"
         )
     _check_gpus(config, here, training)
-    _check_freeze(config.critic.freeze, model)
+    for pattern in config.critic.freeze:
+        names = list(model.tensors)
+        frozen = [name for name in names if re.search(pattern, name)]
+        if names and len(frozen) in (0, len(names)):
+            what = "matches no parameter" if not frozen else "freezes every parameter"
+            raise ConfigError(f"critic.freeze={pattern!r} {what} of this model (the first is {names[0]}); mend it or set critic.freeze=[]")
     limit = config.engine.max_model_len or model.context
     if model.context and limit > model.context:
         raise ConfigError(f"engine.max_model_len={limit} exceeds the model's context of {model.context}; lower it")
@@ -168,21 +172,6 @@ def check_plan(config: Config, plan: Plan, model: ModelFacts) -> None:
             f"engine.kv_cache_mb={config.engine.kv_cache_mb} holds {kv_tokens} tokens, less than one sequence of the context of {limit or config.rollout.max_tokens}; "
             f"raise it, or set engine.max_model_len={config.rollout.max_tokens}"
         )
-
-
-def _check_freeze(patterns: Sequence[str], model: ModelFacts) -> None:
-    """What `sao.learner.models.freeze` refuses, found before a learner is started: a pattern without a parameter, and none left to train."""
-    names = [*(name for name in model.tensors if not name.startswith("lm_head")), "value_head.weight", "value_head.bias"]
-    frozen: set[str] = set()
-    for pattern in patterns:
-        matched = {name for name in names if re.search(pattern, name)}
-        if not matched:
-            raise ConfigError(
-                f"critic.freeze={pattern!r} matches no parameter of this model (the first is {names[0]}); mend it or set critic.freeze=[]"
-            )
-        frozen |= matched
-    if len(frozen) == len(names):
-        raise ConfigError(f"critic.freeze={list(patterns)} freezes every parameter of the critic; leave some to train, or set critic.freeze=[]")
 
 
 def _check_gpus(config: Config, here: Machine, training: bool = True) -> None:

@@ -164,7 +164,8 @@ def test_sweeps_expand_to_every_combination():
 def test_the_control_plane_imports_neither_torch_nor_vllm_nor_ray():
     code = (
         "import sys, sao.cli, sao.loop, sao.ledger, sao.rollout.staleness, sao.config_load, sao.inference.pool, sao.inference.protocol, sao.tasks.source, "
-        "sao.report.metrics, sao.rewards.runner, sao.agents.turns, sao.runtime.plan, sao.evals.heldout, sao.evals.job, sao.runtime.export, sao.observer, sao.train\n"
+        "sao.report.metrics, sao.rewards.runner, sao.agents.turns, sao.runtime.plan, sao.evals.heldout, sao.evals.job, sao.runtime.export, sao.observer, sao.train, "
+        "sao.replay.command, sao.report.inspect, sao.report.trust\n"
         "sao.cli.parser()\n"
         "heavy = {'torch', 'vllm', 'ray', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy"

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -198,6 +197,7 @@ def test_a_run_that_was_resumed_with_another_rate_and_one_that_lost_its_learner(
     assert result.start == "the initial weights" and result.found.bit_equal, result.found.first
     (run.folder / "learner.jsonl").unlink()
     (run.folder / "config.yaml").write_text(to_yaml(slower))
+    (run.folder / "command.json").write_text(json.dumps({"model": model}))
     result = replay(run.folder, 4)
     assert not result.found.bit_equal and result.found.first.step == 0, "without the record the first rate would not be known"
     assert "kept no record" in result.found.notes[0]
@@ -218,17 +218,16 @@ def test_what_cannot_be_replayed_is_refused_in_a_sentence(copy, tmp_path):
     for folder, step, message in ((empty, 0, "holds no stored trajectories"), (copy, 99, "--step 99 is not stored in .*; it has steps 0 to 8")):
         with pytest.raises(UserError, match=message):
             replay(folder, step)
+    (copy / "learner.jsonl").write_text((copy / "learner.jsonl").read_text().replace(stretches(copy)[0].model, "/nowhere"))
+    with pytest.raises(UserError, match="the model this run started from, /nowhere, is not there any more"):
+        replay(copy, 2)
+    assert replay(copy, 6).found.bit_equal, "a checkpoint holds all that its steps need"
     write_file(step_path(copy, 6), 6, numbered(6))
     with pytest.raises(UserError, match="stored without the per-token training record"):
         replay(copy, 6)
     os.remove(step_path(copy, 6))
     with pytest.raises(UserError, match="needs the batches from step 6 on, and that of step 6 is not stored"):
         replay(copy, 7)
-    lines = (copy / "learner.jsonl").read_text().replace(str(stretches(copy)[0].model), "/nowhere")
-    (copy / "learner.jsonl").write_text(lines)
-    with pytest.raises(UserError, match="the model this run started from, /nowhere, is not there any more"):
-        replay(copy, 2)
-    assert pq.read_metadata(step_path(copy, 7)).num_rows
 
 
 def test_the_command_prints_both_forms_and_its_code_says_which(copy, capsys, monkeypatch):
