@@ -15,7 +15,7 @@ from sao.replay.compare import Comparison
 from sao.report.metrics import read_metrics, surviving
 from sao.report.store import StoredEpisode, read_trajectories, stored_steps
 from sao.runtime.checkpoints import FOLDER, checkpoint_steps, damage
-from sao.runtime.lineage import Stretch, made_on, stretch_of, stretches
+from sao.runtime.lineage import Stretch, last_gap, made_on, stretch_of, stretches
 from sao.runtime.models import make_base
 from sao.runtime.saved import FINAL, final_step
 
@@ -40,7 +40,7 @@ def replay(run: Path, step: int, say: Callable[[str], None] = lambda text: None)
     caller's to set before torch is imported. Raises UserError when the run folder does not hold what that takes.
     """
     lineage = stretches(run)
-    start = _start(run, step, say)
+    start = _start(run, step, last_gap(lineage, step), say)
     steps = list(range(start or 0, step + 1))
     _check_stored(run, step, steps)
     result = Replay(steps, "the initial weights" if start is None else f"checkpoint step-{start:06d}", Comparison())
@@ -65,15 +65,17 @@ def replay(run: Path, step: int, say: Callable[[str], None] = lambda text: None)
     return result
 
 
-def _start(run: Path, step: int, say: Callable[[str], None]) -> int | None:
-    """The newest sound checkpoint that no more than `step` steps had led to; None: the initial weights."""
+def _start(run: Path, step: int, gap: int, say: Callable[[str], None]) -> int | None:
+    """The newest sound checkpoint that at most `step` steps, and at least `gap`, had led to; None: the initial weights."""
     for at in reversed(checkpoint_steps(run / FOLDER)):
-        if at > step:
+        if not gap <= at <= step:
             continue
         fault = damage(run / FOLDER / f"step-{at:06d}")
         if fault is None:
             return at
         say(f"checkpoint step-{at:06d} is not used: {fault}")
+    if gap:
+        raise UserError(f"--step {step} of {run} comes after a roll-back before step {gap}, and no checkpoint made since is left to start from")
     return None
 
 

@@ -51,10 +51,9 @@ def _compare(found: Comparison, step: int, what: str, before: dict[str, Tensor],
     for name in [*before, *(name for name in after if name not in before)]:
         a, b = before.get(name), after.get(name)
         if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-            shapes = [f"{list(t.shape)} {t.dtype}" if t is not None else "absent" for t in (a, b)]
             tally = found.tallies.setdefault(what, Tally())
             tally.differ += 1
-            found.departs(tally, Departure(step, what, name, *shapes, float("nan")))
+            found.departs(tally, Departure(step, what, name, _form(a), _form(b), float("nan")))
             continue
         # numpy knows no bfloat16: equal bits are compared as integers, and only what differs is looked at as numbers
         bits = _BITS[a.element_size()]
@@ -62,3 +61,7 @@ def _compare(found: Comparison, step: int, what: str, before: dict[str, Tensor],
             found.tallies.setdefault(what, Tally()).compared += a.numel()
         else:
             found.arrays(step, what, f"{name}, element", a.double().numpy(), b.double().numpy())
+
+
+def _form(tensor: Tensor | None) -> str:
+    return "absent" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"

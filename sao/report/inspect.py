@@ -258,7 +258,7 @@ def _token_table(segment: Segment, record: SegmentRecord | None, pieces: list[st
             continue
         for at in positions:
             token = Text().append(repr(pieces[at])[1:-1] or "·", _token_style(record, at))
-            cells = [str(at), token, str(segment.token_ids[at]), maker, str(segment.versions[at]), _number(segment.logprobs[at])]
+            cells: list[str | Text] = [str(at), token, str(segment.token_ids[at]), maker, str(segment.versions[at]), _number(segment.logprobs[at])]
             if record is None:
                 mask = "no record" if segment.action_mask[at] else _MASKS[NON_FINITE]
                 table.add_row(*cells, "", "", mask)

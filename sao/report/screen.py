@@ -184,8 +184,8 @@ def _number(value: float | None, spec: str, style: str = "bold", unit: str = "")
 def _critic(verdict: Verdict | None) -> Text:
     if verdict is None:
         return Text("–", style="dim")
-    explained = Text("undefined" if verdict.explained is None else f"{verdict.explained:.0%} explained", style="bold")
-    return explained if verdict.trusted else explained.append("  not trusted yet", "yellow")
+    explained = Text("–" if verdict.explained is None else f"{verdict.explained:.0%}", style="bold")
+    return explained.append(" explained", "dim") if verdict.trusted else explained.append(" not trusted yet", "yellow")
 
 
 def _idle(share: float | None) -> Text:

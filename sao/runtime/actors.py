@@ -162,7 +162,7 @@ class LearnerActor:
         self.config, self.model_path, self.run_dir = config, model_path, Path(run_dir)
         self.learner = TorchLearner(config, model_path, total_steps=config.train.steps, check_logprobs=True)
         self.writer = TrajectoryWriter(self.run_dir)
-        self.took_over = False
+        self.took_over = self.went_back = False
         self.background = ThreadPoolExecutor(1)
         self.pending: Any = None
 
@@ -180,7 +180,7 @@ class LearnerActor:
 
         if not self.took_over:
             with _disk_faults(LearnerFailure, str(self.run_dir), "take another disk, and go on with `sao train resume=RUN`"):
-                took_over(self.run_dir, step, self.config, self.model_path)
+                took_over(self.run_dir, step, self.config, self.model_path, went_back=self.went_back)
             self.took_over = True
         version = self.learner.version
         report = self.learner.step(trajectories, step)

@@ -1,9 +1,10 @@
 """Which learner trained which steps: learner.jsonl, a line for every learner process that took over, appended before its first step.
 
-    {"first_step": 20, "model": "...", "config": {...}, "made_on": {"torch": ..., "threads": ..., ...}}
+    {"first_step": 20, "went_back": false, "model": "...", "config": {...}, "made_on": {"torch": ..., "threads": ..., ...}}
 
 A run that is resumed, and one whose learner was lost, goes back to a checkpoint and trains what came after it again. So the step s of the
-surviving lineage belongs to the last line with first_step <= s.
+surviving lineage belongs to the last line with first_step <= s. A learner that took up earlier weights without training those batches again
+(`went_back`) makes a gap: what it trains follows from a checkpoint, not from the step before.
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ FILE = "learner.jsonl"
 class Stretch:
     """Steps from `first_step` on that one learner trained.
 
-    model: directory of the policy the run started from. made_on: what numbers may depend on beside the configuration; empty where a run of an
-    older version kept no record.
+    model: directory of the policy the run started from. made_on: what numbers may depend on beside the configuration; empty where a run of an older
+    version kept no record. went_back: it did not begin with the weights of the step before.
     """
 
     first_step: int
     config: Config
     model: str
     made_on: Mapping[str, Any] = field(default_factory=dict)
+    went_back: bool = False
 
 
-def took_over(run_dir: Path, first_step: int, config: Config, model: str) -> None:
+def took_over(run_dir: Path, first_step: int, config: Config, model: str, *, went_back: bool = False) -> None:
     """Record that this process trains the run from `first_step` on."""
-    append_record(run_dir / FILE, {"first_step": first_step, "model": model, "config": asdict(config), "made_on": made_on()})
+    line = {"first_step": first_step, "went_back": went_back, "model": model, "config": asdict(config), "made_on": made_on()}
+    append_record(run_dir / FILE, line)
 
 
 def made_on() -> dict[str, Any]:
@@ -63,7 +66,7 @@ def stretches(run_dir: Path) -> list[Stretch]:
     """
     command = read_command(run_dir)
     try:
-        found = [Stretch(r["first_step"], _config(r["config"]), r["model"], r["made_on"]) for r in read_jsonl(run_dir / FILE)]
+        found = [Stretch(r["first_step"], _config(r["config"]), r["model"], r["made_on"], r["went_back"]) for r in read_jsonl(run_dir / FILE)]
         return found or [Stretch(0, from_yaml(run_dir / "config.yaml"), str(command.get("model", "")))]
     except ConfigError as error:
         by, this = command.get("sao", "an unknown version"), started_by()
@@ -73,6 +76,12 @@ def stretches(run_dir: Path) -> list[Stretch]:
 def stretch_of(found: list[Stretch], step: int) -> Stretch:
     """The learner that trained `step` in the surviving lineage."""
     return next((s for s in reversed(found) if s.first_step <= step), found[0])
+
+
+def last_gap(found: list[Stretch], step: int) -> int:
+    """The last step up to `step` that does not follow from the one before it; 0 where all do."""
+    gaps = [s.first_step for at, s in enumerate(found) if s.went_back and not any(later.first_step < s.first_step for later in found[at + 1 :])]
+    return max((gap for gap in gaps if gap <= step), default=0)
 
 
 def _config(values: Mapping[str, Any]) -> Config:

@@ -22,7 +22,7 @@ from sao.replay.roll import replay
 from sao.report.metrics import MetricsWriter
 from sao.report.store import TrajectoryWriter, read_trajectories, step_path, write_file
 from sao.runtime.checkpoints import Checkpoints
-from sao.runtime.lineage import stretch_of, stretches, took_over
+from sao.runtime.lineage import last_gap, stretch_of, stretches, took_over
 from sao.trajectory import EpisodeId
 from tests.unit.learner.learner_builders import batch, config, save_model
 
@@ -201,6 +201,17 @@ def test_a_run_that_was_resumed_with_another_rate_and_one_that_lost_its_learner(
     result = replay(run.folder, 4)
     assert not result.found.bit_equal and result.found.first.step == 0, "without the record the first rate would not be known"
     assert "kept no record" in result.found.notes[0]
+
+
+def test_a_roll_back_is_not_rolled_through(copy):
+    """A learner that took up older weights trains on from a checkpoint, not from the step before."""
+    took_over(copy, 7, stretches(copy)[0].config, stretches(copy)[0].model, went_back=True)
+    assert last_gap(stretches(copy), 6) == 0 and last_gap(stretches(copy), 8) == 7
+    with pytest.raises(UserError, match="comes after a roll-back before step 7, and no checkpoint made since is left"):
+        replay(copy, 8)
+    assert replay(copy, 6).found.bit_equal
+    took_over(copy, 6, stretches(copy)[0].config, stretches(copy)[0].model)
+    assert last_gap(stretches(copy), 8) == 0, "a resume from before it has undone the roll-back"
 
 
 def test_another_machine_is_named(copy):

@@ -88,7 +88,7 @@ def test_the_screens_say_it_in_a_line():
     frame = Console(width=120, file=io.StringIO(), record=True)
     frame.print(rich.frame())
     rich.close()
-    assert "2% explained  not trusted yet" in frame.export_text()
+    assert "2% not trusted yet" in frame.export_text()
 
 
 class Loop(SimpleNamespace):
