@@ -132,4 +132,4 @@ def test_a_resumed_run_judges_by_the_steps_that_count(tmp_path):
 
 def test_without_a_critic_there_is_nothing_to_trust(tmp_path, capsys):
     rows = observed(tmp_path / "run", [None] * 3, critic=False)
-    assert all("critic/trusted" not in row for row in rows) and "critic" not in capsys.readouterr().out
+    assert all("critic/trusted" not in row for row in rows) and "the critic" not in capsys.readouterr().out
