@@ -59,11 +59,11 @@ def flip_value(run: Path) -> str:
 
 
 def flip_weight(run: Path) -> str:
-    """Flip the last bit of one weight in the checkpoint after step 9; returns the place."""
+    """Flip the last bit of one weight in the checkpoint after step 4, which the flipped value does not reach; returns the place."""
     import torch
     from safetensors.torch import load_file, save_file
 
-    path = run / "checkpoints" / "step-000010" / "policy" / "model.safetensors"
+    path = run / "checkpoints" / "step-000005" / "policy" / "model.safetensors"
     tensors = load_file(path)
     name = sorted(name for name in tensors if tensors[name].ndim == 2)[0]
     tensors[name].view(torch.int32)[0, 1] ^= 1
@@ -77,7 +77,7 @@ def main() -> None:
         sao("train", *RUN, f"run.dir={run}")
         found = {step: replayed(run, step) for step in STEPS}
         faults = {}
-        for flip, step in ((flip_value, MIDDLE), (flip_weight, 9)):
+        for flip, step in ((flip_value, MIDDLE), (flip_weight, 4)):
             place = flip(run)
             told = replayed(run, step)
             first = told["first"] or {}
