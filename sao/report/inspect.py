@@ -104,7 +104,8 @@ def _overview(run_dir: Path, step: int, steps: list[int]) -> Table:
 
 
 def _losses(run_dir: Path, step: int | None, console: Console) -> None:
-    found = [loss for loss in read_dropped(run_dir) if step in (None, loss.step)]
+    last = {loss.episode_id: loss for loss in read_dropped(run_dir)}  # an attempt that a resume repeated counts once, as in the ledger
+    found = [loss for loss in last.values() if step in (None, loss.step)]
     if not found:
         console.print(Text(f"nothing was dropped and no attempt failed{'' if step is None else f' at step {step}'}", style="bold"))
         return

@@ -223,6 +223,7 @@ def test_the_record_survives_a_kill_and_goes_on_in_the_next_sitting(tmp_path: Pa
     lines = [json.loads(line) for line in (run / "dropped.jsonl").read_text().splitlines()]
     assert [(line["episode"], line["sitting"]) for line in lines] == [([1, 0], 0), ([2, 0], 1), ([1, 0], 1)]
     assert shown(run, (1, None)).count("not trained: environment") == 2
+    assert "dropped: 1 environment, 1 time_limit" in shown(run, dropped=True), "repeated after a resume, it counts once"
     assert [path.name for path in (run / "dropped").iterdir()] == ["001-000000.parquet"]
 
 
