@@ -108,7 +108,7 @@ def arguments(kind: str, algo: AlgoConfig) -> dict[str, Any]:
     Raises ConfigError for one that the function does not take, or one without a default that is not given.
     """
     name: str = getattr(algo, kind)
-    given: Mapping[str, Any] = getattr(algo, f"{kind}_args")
+    given: Mapping[str, Any] = {"loss": algo.loss_args, "advantage": algo.advantage_args}[kind]
     entry = find(kind, name)
     for argument in given:
         if argument in entry.keys:

@@ -60,6 +60,10 @@ class TokenLoss(NamedTuple):
     log_ratio: Tensor
     weight: Tensor | None = None
 
+    def weights(self) -> Tensor:
+        """`weight`, or the ratio of the accepted tokens (at most exp(20), as in all metrics)."""
+        return torch.where(self.accepted, self.log_ratio.clamp_max(LOG_RATIO_CAP).exp(), 0.0) if self.weight is None else self.weight
+
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
     """float64 stays, everything else becomes float32."""
