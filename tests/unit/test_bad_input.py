@@ -117,6 +117,8 @@ def test_the_good_case_passes_and_starts_nothing(project, capsys):
         ("critic.freeze=['.*']", "freezes every parameter"),
         ("critic.path=nowhere", "critic.path=nowhere holds no value_head.safetensors; name the critic of a checkpoint"),
         ("critic.updates=0", "critic.updates=0"),
+        ("critic.freeze=['^model','value_head']", "freezes every parameter"),
+        ("critic.freeze=[lm_head]", "matches no parameter"),
         ("env.args.unknown=1", "env.args"),
         ("rollout.max_tokens=17", "raise rollout.max_tokens above"),
         ("env.target=environments_bad_input:Raises", "env=single_turn cannot open task single_turn/train/0 (ValueError: no database)"),
