@@ -17,6 +17,7 @@ from typing import Any, cast
 from sao.config import Config, EnvConfig, OptimizerConfig
 from sao.config_messages import explain
 from sao.errors import ConfigError
+from sao.online.check import check_online
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "run.phase": ("rl", "critic"),
@@ -302,6 +303,8 @@ def check(config: Config, *, training: bool = True) -> None:
     else:
         _check_evaluation_sampling(config)
     _check_combinations(config, training)
+    if training:
+        check_online(config)
 
 
 def _check_ranges(config: Config) -> None:
@@ -319,20 +322,10 @@ def _check_ranges(config: Config) -> None:
     for key in positive:
         _refuse(value_of(config, key) <= 0, f"{key}={value_of(config, key)} must be above 0")
     not_negative = (
-        "rollout.staleness",
-        "rollout.retries",
-        "rollout.max_running",
-        "engine.step_interval_ms",
-        "eval.every",
-        "critic.critic_only_steps",
-        "algo.kl_coef",
-        "algo.entropy_coef",
-        "algo.whiten_patience",
-        "launcher.num_cpus",
-        "launcher.restarts",
-        "checkpoint.every",
+        "rollout.staleness", "rollout.retries", "rollout.max_running", "engine.step_interval_ms", "eval.every", "critic.critic_only_steps",
+        "algo.kl_coef", "algo.entropy_coef", "algo.whiten_patience", "launcher.num_cpus", "launcher.restarts", "checkpoint.every",
         "launcher.object_store_mb",
-    )
+    )  # fmt: skip
     for key in not_negative:
         _refuse(value_of(config, key) < 0, f"{key}={value_of(config, key)} must not be negative")
     shares = ("algo.gamma", "algo.lambda_critic", "warmstart.clean_share", "engine.gpu_memory_utilization")

@@ -40,10 +40,10 @@ OUTCOME = "outcome.json"  # how the run ended, for its report
 PROBES = 4  # tasks of each environment that are opened before anything starts
 
 
-def train(config: Config, overrides: Sequence[str] = (), *, started: float | None = None, resume: bool = False) -> int:
+def train(config: Config, overrides: Sequence[str] = (), *, started: float | None = None, resume: bool = False, verb: str = "train") -> int:
     """Run to the end. Returns the process's exit code; mistakes and failures are raised as typed errors.
 
-    started: time.monotonic() from which `perf/first_update_s` counts; now, when it is not given. resume: go on with the run in `run.dir`.
+    started: time.monotonic() from which `perf/first_update_s` counts; now, when it is not given. resume: go on with the run in `run.dir`. verb: by which the user asked.
     """
     started = time.monotonic() if started is None else started
     check_start(config, resume=resume)
@@ -70,7 +70,7 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
     with RunFolder(choose(config), resume=resume) as folder, _disk_faults(folder.path):
         folder.write_text("config.yaml", to_yaml(config))
         folder.write_text("plan.txt", plan.text() + "\n")
-        command = {"verb": "train", "overrides": list(overrides), "model": model_path, "incarnation": folder.incarnation, "sao": started_by()}
+        command = {"verb": verb, "overrides": list(overrides), "model": model_path, "incarnation": folder.incarnation, "sao": started_by()}
         folder.write_json("command.json", command)
         sweeper.start()
         observer = RunObserver(folder, config, started)
@@ -83,7 +83,7 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
             observer.close()
             if config.logger.report:
                 print(f"report: {write_report(folder.path)}")
-    print(f"stopped; go on with `sao train resume={folder.path}`" if job.stopped else f"done; look at it with `sao inspect {folder.path}`")
+    print(f"stopped; go on with `sao {verb} resume={folder.path}`" if job.stopped else f"done; look at it with `sao inspect {folder.path}`")
     return INTERRUPTED if job.stopped else 0
 
 
