@@ -20,6 +20,7 @@ from sao.evals.schedule import Evaluations
 from sao.inference.pool import EnginePool
 from sao.loop import TrainingLoop
 from sao.observer import RunObserver
+from sao.online.guard import Guard, make_guard
 from sao.report.html import write_report
 from sao.report.live import DONE
 from sao.rewards.preflight import check_rewards, check_scores
@@ -53,6 +54,8 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
     for env in env_configs:
         check_arguments(env, config.reward)
     held_out = _held_out(config)
+    if config.online.shadow_drop > 0 and not source.held_out(1):
+        raise ConfigError("online.shadow_drop is on, but there are no held-out tasks to evaluate on; set data.eval_path or set it to 0")
     probes = source.probes(PROBES)
     check_scores(env_configs, config.reward, probes)
     model_path = prepare(config)
@@ -129,6 +132,7 @@ class Job:
         self.stopped = False
         self.loop: TrainingLoop | None = None
         self.evaluations: Evaluations | None = None
+        self.guard: Guard | None = None
 
     async def run(self) -> None:
         config, folder, observer = self.config, self.folder, self.observer
@@ -149,6 +153,7 @@ class Job:
             checkpointer = RunCheckpointer(self.store, learner, observer.event)
             loop = TrainingLoop(config, self.source, workers, learner, engines, observer, checkpointer, folder.incarnation)
             observer.attach(loop)
+            loop.guard = self.guard = make_guard(config, learner, loop.ledger, observer, self.source, folder.path / FOLDER)
             if folder.incarnation:
                 await self._go_back(loop, learner)
             self.loop = loop
@@ -201,6 +206,9 @@ class Job:
         config = self.config
         async with asyncio.TaskGroup() as group:
             self.evaluations = Evaluations(config, loop, engines, workers, self.held_out, self.observer, group)
+            if self.guard is not None:
+                self.guard.shadow = self.evaluations
+                await self.guard.begin()
             self.observer.phase("training")
             if config.eval.at_start and not self.folder.incarnation:
                 await self.evaluations.begin("before")

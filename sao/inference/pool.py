@@ -153,6 +153,7 @@ class _Member:
     tokens: int = 0
     draining: bool = False
     lent: bool = False
+    trying: bool = False  # lent for a shadow evaluation: the next publication reaches it and ends the loan
 
 
 @dataclass(eq=False)
@@ -273,8 +274,9 @@ class EnginePool:
     async def _choose(self, request: GenerateRequest, avoid: str) -> _Member:
         while not (members := self._open(request.purpose)):
             self._arrival.clear()
+            lent = any(member.lent for member in self._members.values())  # it comes back by itself, however long that takes
             try:
-                await asyncio.wait_for(self._arrival.wait(), self._wait_s)
+                await asyncio.wait_for(self._arrival.wait(), None if lent else self._wait_s)
             except TimeoutError as error:
                 raise EngineFailure(f"no engine to serve request {request.request_id} for {self._wait_s:g} seconds") from error
         candidates = [member for member in members if member.handle.name != avoid] or members
@@ -382,10 +384,28 @@ class EnginePool:
             self._router.forget(name)
             self._arrival.set()
 
+    async def try_on(self, name: str, bundle: Any, version: int) -> None:
+        """Give weights to a lent engine alone. Requests that run there are handed back and go on under the pool's weights, elsewhere or later.
+
+        The next publication reaches the engine too and ends the loan. Raises EngineFailure when it is not lent; one that fails leaves the pool.
+        """
+        async with self._writer:
+            member = self._members.get(name)
+            if member is None or not member.lent:
+                raise EngineFailure(f"engine {name} left the pool before it could try version {version}")
+            member.trying = True
+            try:
+                await member.handle.drain(True)
+                await member.handle.wake()
+                await self._bounded_publish(member.handle, bundle, version, None)
+            except SystemFailure as failure:
+                self._expel(member, failure)
+                raise
+
     # -- weights ----------------------------------------------------------------------------------------------------------------------
 
     async def publish(self, bundle: Any, version: int, canary: Canary | None = None, gather_s: float = 0.0) -> list[PublishReport]:
-        """Push to every live engine that is not lent at once; complete when each acknowledged. One that fails leaves the pool.
+        """Push to every live engine that is not lent (one that tries weights on apart) at once; complete when each acknowledged. One that fails leaves the pool.
 
         The weights are kept until the next publication, for engines that join. With no engine left the publication is complete when one has joined
         with them; PublishFailure when none does within `wait_s`.
@@ -393,7 +413,7 @@ class EnginePool:
         async with self._writer:
             if version < self.version:
                 raise PublishFailure(f"the pool has version {self.version}; version {version} is older")
-            members = [member for member in self._members.values() if not member.lent]
+            members = [member for member in self._members.values() if not member.lent or member.trying]
             results = await asyncio.gather(
                 *(self._bounded_publish(member.handle, bundle, version, canary) for member in members), return_exceptions=True
             )
@@ -406,6 +426,10 @@ class EnginePool:
                     raise result
                 else:
                     reports.append(replace(result, gather_s=gather_s))
+                    if member.trying:
+                        member.lent = member.trying = False
+                        self._router.forget(member.handle.name)
+                        self._arrival.set()
             if not reports:
                 self._arrival.clear()
         if not reports:

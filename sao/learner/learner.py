@@ -60,6 +60,7 @@ class TorchLearner:
         self.config, self.model_path = config, model_path
         self.device = choose_device(config.learner.device)
         self.version = 0
+        self._undone = 0  # versions that contain no step any more, because a roll-back undid it; the roll-backs themselves included
         self._explained_in_a_row = 0
         model, loading = config.model, self._loading()
         policy = load_policy(model_path, **loading).to(self.device)
@@ -209,7 +210,7 @@ class TorchLearner:
             self.policy.reduce()
             outcome = self.policy.apply()
             metrics |= outcome
-            self.version = self.policy.gradients.steps
+            self.version = self.policy.gradients.steps + self._undone
         reasons = torch.full((n,), protocol.FROZEN if frozen else protocol.TRAINED, dtype=torch.uint8)
         reasons[low], reasons[high] = protocol.REJECTED_LOW, protocol.REJECTED_HIGH
         reasons[batch.trained & ~counted] = protocol.NON_FINITE
@@ -252,6 +253,7 @@ class TorchLearner:
         torch.save(
             {
                 "version": self.version,
+                "undone": self._undone,
                 "explained_in_a_row": self._explained_in_a_row,
                 "policy_optimizer": self.policy.gradients.state_dict(),
                 "critic_optimizer": self.critic.gradients.state_dict(),
@@ -275,9 +277,17 @@ class TorchLearner:
         except (RuntimeError, ValueError) as error:
             raise UserError(f"checkpoint {root.name} is of another model than {self.model_path}: {str(error).splitlines()[0]}") from error
         self.version = state["version"]
+        self._undone = state.get("undone", 0)
         self._explained_in_a_row = state["explained_in_a_row"]
         if self._ring:
             self._ring.push(self.version, self.policy.model)
+
+    def renumber(self, version: int) -> None:
+        """Call the present weights `version`, a number not used before; later steps count on from it."""
+        self._undone += version - self.version
+        self.version = version
+        if self._ring:
+            self._ring.push(version, self.policy.model)
 
 
 @contextmanager

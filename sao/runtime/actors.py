@@ -205,6 +205,10 @@ class LearnerActor:
     def restore(self, directory: str) -> None:
         self.learner.restore(directory)
 
+    def go_back(self, directory: str, version: int) -> None:
+        self.learner.restore(directory)
+        self.learner.renumber(version)
+
     def _written(self) -> None:
         """Surface an error of the last background write instead of losing it."""
         from sao.errors import LearnerFailure

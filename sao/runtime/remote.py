@@ -138,6 +138,10 @@ class RemoteLearner:
         await self._ask(lambda actor: actor.restore.remote(directory))
         self.steps_done = steps_done
 
+    async def go_back(self, directory: str, version: int) -> None:
+        """Take up the state in `directory` as `version`; the steps done stay done."""
+        await self._ask(lambda actor: actor.go_back.remote(directory, version))
+
     async def _ask(self, send: Callable[[Any], Any]) -> Any:
         while True:
             actor = self.cluster.actors[self.name]
