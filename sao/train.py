@@ -21,6 +21,7 @@ from sao.inference.pool import EnginePool
 from sao.loop import TrainingLoop
 from sao.observer import RunObserver
 from sao.online.guard import Guard, make_guard
+from sao.online.history import closing_lines
 from sao.report.html import write_report
 from sao.report.live import DONE
 from sao.rewards.preflight import check_rewards, check_scores
@@ -86,6 +87,8 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
             observer.close()
             if config.logger.report:
                 print(f"report: {write_report(folder.path)}")
+    for line in closing_lines(folder.path) if config.online.phases else ():
+        print(line)
     print(f"stopped; go on with `sao {verb} resume={folder.path}`" if job.stopped else f"done; look at it with `sao inspect {folder.path}`")
     return INTERRUPTED if job.stopped else 0
 
