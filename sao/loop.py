@@ -363,9 +363,8 @@ class TrainingLoop:
         return held
 
     async def _go_back(self, guard: Guard) -> Any:
-        """Undo what was trained since the last good version; its weights, under the next number."""
-        mark = await guard.go_back(self.version + 1)
-        self.version += 1
+        """Undo what was trained since the last good version. Returns its weights, which take the number of the refused ones."""
+        mark = await guard.go_back(self.version)
         self.ledger.undo(mark, "rolled_back")
         return await self.learner.gather()
 

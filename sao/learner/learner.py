@@ -60,7 +60,7 @@ class TorchLearner:
         self.config, self.model_path = config, model_path
         self.device = choose_device(config.learner.device)
         self.version = 0
-        self._undone = 0  # versions that contain no step any more, because a roll-back undid it; the roll-backs themselves included
+        self._undone = 0  # versions whose step a roll-back undid: their number is counted, their step is in no weights any more
         self._explained_in_a_row = 0
         model, loading = config.model, self._loading()
         policy = load_policy(model_path, **loading).to(self.device)
@@ -283,7 +283,7 @@ class TorchLearner:
             self._ring.push(self.version, self.policy.model)
 
     def renumber(self, version: int) -> None:
-        """Call the present weights `version`, a number not used before; later steps count on from it."""
+        """Call the present weights `version`, which has not served; later steps count on from it."""
         self._undone += version - self.version
         self.version = version
         if self._ring:

@@ -6,9 +6,10 @@ The loop asks the guard about every version before it is published. The guard re
     that serve (of the same phase: after a change there is nothing to compare with, and the first version passes), or
     because the mean of the last `online.rollback_window` training rewards is `online.rollback_fall` or more below its best.
 
-Either way the learner goes back to the last good version: policy, critic and both optimisers, from `checkpoints/good`. Version numbers do not go back:
-the restored weights are published under the next number, so that a number means one set of weights, engines and ledger never see one twice, and nothing
-in flight has to be thrown away. The steps since are dropped in the ledger as `rolled_back`, and the loop takes a checkpoint, so that no recovery replays them.
+Either way the refused weights never serve, and the learner goes back to the last good ones: policy, critic and both optimisers, from `checkpoints/good`.
+Version numbers do not go back: the restored weights take the number of the refused ones (under a new incarnation, because a borrowed engine has seen
+it), so the staleness of what is in flight is what it would have been, and nothing is thrown away for it. The batches trained since are dropped in the
+ledger as `rolled_back`, and the loop takes a checkpoint, so that no recovery trains them again.
 
 A version is kept as a candidate when it passes, and becomes good when `rollback_window` rewards of episodes sampled entirely under it or later have a
 mean that is no fall; without roll-back on reward, at once.
@@ -16,7 +17,6 @@ mean that is no fall; without roll-back on reward, at once.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -148,7 +148,7 @@ class Guard:
         """The learner holds the last good weights again, as `version`. Returns the ledger's mark of the moment they were made."""
         state = json.loads((self.good / STATE).read_text())
         await self.learner.go_back(str(self.good), version)
-        self.reporter.event(f"went back to the weights of version {state['version']}, which are version {version} from now on")
+        self.reporter.event(f"went back to the weights of version {state['version']}, which serve as version {version}")
         self.kept_version, self._pending = version, None
         self._proof.clear()
         mark: Mapping[str, Any] = state["ledger"]
@@ -216,7 +216,7 @@ class Guard:
     async def _keep(self, folder: Path, version: int) -> None:
         """The learner's state and the ledger's mark, whole or not at all."""
         scratch = folder.with_name(f".making-{folder.name}")
-        await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         await self.learner.save(str(scratch), [])
         (scratch / STATE).write_text(json.dumps({"version": version, "ledger": self.ledger.mark()}))

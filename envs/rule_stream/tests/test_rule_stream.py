@@ -50,7 +50,9 @@ def test_noise_turns_the_reward_over():
     assert reward(build(flipped=True), "12").reward == 0.0 and reward(build(flipped=True), "34").reward == 1.0
 
 
-@pytest.mark.parametrize(("args", "says"), [({"rule": "frist"}, "did you mean 'first'"), ({"rule": "sum"}, "there are first"), ({"noise": -1}, "noise")])
+@pytest.mark.parametrize(
+    ("args", "says"), [({"rule": "frist"}, "did you mean 'first'"), ({"rule": "sum"}, "there are first"), ({"noise": -1}, "noise")]
+)
 def test_arguments_that_make_no_sense_are_refused(args, says):
     with pytest.raises(ValueError, match=says):
         RuleStreamEnvironment.generate_payload(random.Random(0), "train", **args)

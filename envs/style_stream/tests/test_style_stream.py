@@ -10,7 +10,7 @@ import pytest
 
 from sao.config import EnvConfig, RewardConfig
 from sao.environment import Action, Context, Environment, Task
-from sao.envs.style_stream.environment import TOPICS, StyleStreamEnvironment, spoil, split_of, write
+from sao.envs.style_stream.environment import TOPICS, StyleStreamEnvironment, split_of, spoil, write
 from sao.envs.style_stream.styles import STYLES, is_good, style_of
 from sao.errors import RewardFailure
 from sao.tasks.source import environment_args
@@ -87,7 +87,9 @@ def test_reward_is_quality_times_style_and_says_which_style_was_written():
 
 
 def test_the_prompt_names_the_candidates_in_one_order_and_never_the_rewarded_one():
-    opening = [build({**PAYLOAD, "candidates": c, "style": s}).opening() for c, s in ((["cute", "academic"], "cute"), (["academic", "cute"], "academic"))]
+    opening = [
+        build({**PAYLOAD, "candidates": c, "style": s}).opening() for c, s in ((["cute", "academic"], "cute"), (["academic", "cute"], "academic"))
+    ]
     assert opening[0] == opening[1]
     assert asyncio.run(build().reset(Context()))[0]["content"].endswith("academic, cute, chuunibyou.")
 

@@ -27,7 +27,9 @@ def test_a_moving_average_is_undefined_until_its_window_is_full():
 
 def test_steps_until_eighty_percent_is_regained():
     """Down to 0 for 100 prompts, then 1: the average of 40 has 0.8 once 32 of its 40 are ones, in the 14th step of the new phase."""
-    found = recovery(stream((100, 1.0), (100, 0.0), (100, 1.0)), 100, seconds={s: 2.0 * (s + 1) for s in range(30)}, tokens={s: 7.0 * (s + 1) for s in range(30)})
+    found = recovery(
+        stream((100, 1.0), (100, 0.0), (100, 1.0)), 100, seconds={s: 2.0 * (s + 1) for s in range(30)}, tokens={s: 7.0 * (s + 1) for s in range(30)}
+    )
     assert found is not None
     assert (found.level, found.low, found.dip, found.steps, found.censored, found.learned) == (1.0, 0.0, 1.0, 14, False, True)
     assert (found.seconds, found.tokens) == (28.0, 98.0)

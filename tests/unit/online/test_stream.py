@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sao.config import Config, EnvConfig, OnlineConfig, PhaseConfig
-from sao.errors import ConfigError
 from sao.envs.rule_stream.environment import RuleStreamEnvironment
+from sao.errors import ConfigError
 from sao.online.check import check_online
 from sao.online.schedule import Schedule, Shift
 from sao.online.stream import StreamSource
