@@ -78,5 +78,10 @@ def _check_phases(online: OnlineConfig) -> None:
 def _check_source(config: Config) -> None:
     for key, value in (("data.path", config.data.path), ("env.data_path", config.env.data_path)):
         _refuse(bool(value), f"{key}={value} is set beside online.phases, which draw from the environment's generator; empty one of the two")
+    _refuse(
+        config.rollout.rollouts_per_prompt != 1,
+        f"rollout.rollouts_per_prompt={config.rollout.rollouts_per_prompt} cannot run on a stream, where no prompt comes twice; set 1 and an algo= without groups",
+    )
+    _refuse(config.data.pool > 0, f"data.pool={config.data.pool} is set beside online.phases: in a stream no prompt comes twice; set it to 0")
     _refuse(bool(config.data.mixture), "data.mixture is set beside online.phases: a stream has one environment; empty one of the two")
     _refuse(config.run.phase == "critic", "run.phase=critic fits the critic on one frozen policy and has no use for online.phases; empty them")
