@@ -85,6 +85,8 @@ class RunObserver:
             response_length=values["response_length/mean"],
             entropy=values.get("actor/entropy"),
             dropped=dict(self.loop.ledger.dropped),
+            refused=int(row.metrics.get("online/refused", 0)),
+            rolled_back=int(row.metrics.get("online/rolled_back", 0)),
         )
 
     def publication(self, version: int, reports: Sequence[PublishReport], seconds: float) -> None:

@@ -45,6 +45,11 @@ class History:
         """Prompts of the stream that were drawn and trained, by the furthest."""
         return int(self.stream.positions.max()) + 1 if len(self.stream.positions) else 0
 
+    @property
+    def optimum(self) -> float:
+        """Expected reward of the right answer to any prompt of the streams that ship: 1, less the reward noise."""
+        return 1.0 - float(self.config.env.args.get("noise", 0.0))
+
     def step_of(self, shift: Shift) -> int:
         """The first training step that holds a prompt from after the shift."""
         return int(self.stream.steps[self.stream.positions >= shift.position].min())
@@ -154,8 +159,7 @@ def summary(history: History) -> dict[str, Any]:
         if found is not None:
             row |= {name: _known(value) for name, value in asdict(found).items()} | {"dip": found.dip}
         shifts.append(row)
-    optimum = 1.0 - float(history.config.env.args.get("noise", 0.0))  # of every prompt of the streams that ship
-    regret = measures.dynamic_regret(history.stream.rewards, optimum)
+    regret = measures.dynamic_regret(history.stream.rewards, history.optimum)
     return {
         "prompts": len(history.stream.rewards),
         "reward": float(history.stream.rewards.mean()) if len(regret) else None,
