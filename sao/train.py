@@ -214,7 +214,7 @@ class Job:
             self.evaluations = Evaluations(config, loop, engines, workers, self.held_out, self.observer, group)
             if self.guard is not None:
                 self.guard.shadow = self.evaluations
-                await self.guard.begin()
+                await self.guard.begin(loop.version)
             self.observer.phase("training")
             if config.eval.at_start and not self.folder.incarnation:
                 await self.evaluations.begin("before")

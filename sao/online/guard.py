@@ -30,11 +30,11 @@ from sao.config import Config, OnlineConfig
 from sao.environment import Task
 from sao.evals.heldout import EvalResult
 from sao.ledger import Ledger
+from sao.runtime.checkpoints import STATE
 from sao.tasks.source import TaskSource
 from sao.trajectory import TrajectoryMeta
 
 KEEP_EVERY = 5  # versions between states kept to go back to
-STATE = "online.json"
 
 
 class FallWatch:
@@ -111,10 +111,10 @@ class Guard:
         self._pending: int | None = None
         self._shadow_s = 0.0
 
-    async def begin(self) -> None:
+    async def begin(self, version: int) -> None:
         """Keep what the run starts with, unless an earlier sitting has kept something."""
         if not (self.good / STATE).exists():
-            await self._keep(self.good, 0)
+            await self._keep(self.good, version)
 
     def saw(self, batch: Sequence[TrajectoryMeta]) -> None:
         """A batch was trained."""

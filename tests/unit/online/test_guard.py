@@ -145,7 +145,7 @@ def train(folder, *, poisoned=(), shadow=0.0, fall=0.0, steps=24, placement="hol
     async def main():
         async with asyncio.TaskGroup() as group:
             guard.shadow = Evaluations(config, loop, engines, loop.workers, HELD_OUT, observer, group)
-            await guard.begin()
+            await guard.begin(loop.version)
             await loop.run()
 
     run(main())
