@@ -153,7 +153,8 @@ class _Member:
     tokens: int = 0
     draining: bool = False
     lent: bool = False
-    trying: bool = False  # lent for a shadow evaluation: the next publication reaches it and ends the loan
+    # Lent to try weights on: how those were loaded. The next publication reaches the engine, has nothing to load if it brings the same, and ends the loan.
+    tried: PublishReport | None = None
 
 
 @dataclass(eq=False)
@@ -393,11 +394,10 @@ class EnginePool:
             member = self._members.get(name)
             if member is None or not member.lent:
                 raise EngineFailure(f"engine {name} left the pool before it could try version {version}")
-            member.trying = True
             try:
                 await member.handle.drain(True)
                 await member.handle.wake()
-                await self._bounded_publish(member.handle, bundle, version, None)
+                member.tried = await self._bounded_publish(member.handle, bundle, version, None)
             except SystemFailure as failure:
                 self._expel(member, failure)
                 raise
@@ -413,7 +413,7 @@ class EnginePool:
         async with self._writer:
             if version < self.version:
                 raise PublishFailure(f"the pool has version {self.version}; version {version} is older")
-            members = [member for member in self._members.values() if not member.lent or member.trying]
+            members = [member for member in self._members.values() if not member.lent or member.tried is not None]
             results = await asyncio.gather(
                 *(self._bounded_publish(member.handle, bundle, version, canary) for member in members), return_exceptions=True
             )
@@ -425,9 +425,10 @@ class EnginePool:
                 elif isinstance(result, BaseException):
                     raise result
                 else:
-                    reports.append(replace(result, gather_s=gather_s))
-                    if member.trying:
-                        member.lent = member.trying = False
+                    loaded = member.tried if member.tried is not None and result.tensors == 0 else result
+                    reports.append(replace(loaded, gather_s=gather_s))
+                    if member.tried is not None:
+                        member.lent, member.tried = False, None
                         self._router.forget(member.handle.name)
                         self._arrival.set()
             if not reports:
