@@ -16,28 +16,37 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sao.errors import SystemFailure, UserError
+from sao.errors import ConfigError, SystemFailure, UserError
 
 EVAL_HELP = "run=FOLDER (or model=DIRECTORY env=NAME) [env=NAME] [checkpoint=final] [n=4] [temperature=1.0] [tasks=256] and any override of the run's configuration"
 OVERRIDES_HELP = "Hydra overrides: group=choice or key=value, for instance experiment=demo train.steps=50"
 
 
 def _train(args: argparse.Namespace) -> int:
+    return _sweep(args.overrides) if args.multirun else _run(args.overrides, "train")
+
+
+def _online(args: argparse.Namespace) -> int:
+    return _run(args.overrides, "online")
+
+
+def _run(overrides: Sequence[str], verb: str) -> int:
+    """Start a run, or go on with the one that `resume=` names."""
     from sao import resume
     from sao.config_load import compose
 
-    if args.multirun:
-        return _sweep(args.overrides)
-    from sao.train import train
-
     started = _process_start()
-    run, overrides = resume.split(args.overrides)
-    if run is None:
-        return train(compose(overrides), overrides, started=started)
-    config, changes = resume.load(run, overrides)
+    run, overrides = resume.split(overrides)
+    config, changes = (compose(overrides), []) if run is None else resume.load(run, overrides)
+    if verb == "online" and not config.online.phases:
+        raise ConfigError(
+            "sao online needs a stream, but online.phases is empty; choose experiment=style_stream or give phases (a fixed task is for sao train)"
+        )
     for change in changes:
         print(f"changed: {change}")
-    return train(config, overrides, started=started, resume=True)
+    from sao.train import train
+
+    return train(config, overrides, started=started, resume=run is not None, verb=verb)
 
 
 def _process_start() -> float:
@@ -181,6 +190,7 @@ def parser() -> argparse.ArgumentParser:
 
     train = verb("train", _train, "train a policy", overrides=True)
     train.add_argument("-m", "--multirun", action="store_true", help="sweep: key=a,b runs every combination")
+    verb("online", _online, "train on a stream that changes without notice, by the same loop, until train.steps or Ctrl-C", overrides=True)
     verb("warmstart", _warmstart, "supervised start from an environment's demonstrations; cached", overrides=True)
     evaluation = verb("eval", _eval, "evaluate a checkpoint of a run, or a Hugging Face directory, on held-out tasks")
     evaluation.add_argument("arguments", nargs="*", metavar="key=value", help=EVAL_HELP)

@@ -152,6 +152,32 @@ class EnvConfig:
 
 
 @dataclass
+class PhaseConfig:
+    """A stretch of a stream in which one thing is rewarded."""
+
+    name: str = ""
+    start: int = 0  # position in the stream, in prompts; with drift=recurring left out, the period decides
+    args: dict[str, Any] = field(default_factory=dict)  # over env.args while the phase lasts, for the environment's generator of tasks
+
+
+@dataclass
+class OnlineConfig:
+    """A stream that changes without notice (`sao online`), and what guards the policy that serves meanwhile. Off by default."""
+
+    phases: list[PhaseConfig] = field(default_factory=list)  # in order; the first at 0. Empty: no stream
+    drift: str = "abrupt"  # abrupt | gradual | recurring
+    ramp: int = 0  # gradual: prompts over which a new phase's share rises from 0 to 1
+    period: int = 0  # recurring: prompts of each phase before the next; the phases come round in order
+    # Shadow evaluation: new weights go to borrowed engines first and serve only if their held-out mean is not this much below that of the
+    # weights that serve. Else they are refused, and the learner goes back. 0: off.
+    shadow_drop: float = 0.0
+    shadow_tasks: int = 32  # held-out tasks of a shadow evaluation
+    # Roll-back: when the mean of the last rewards has fallen this much below its best, the learner goes back to the last good version. 0: off.
+    rollback_fall: float = 0.0
+    rollback_window: int = 128  # rewards of that mean, and rewards by which a version proves good
+
+
+@dataclass
 class DataConfig:
     path: str = ""  # .jsonl, .parquet, a datasets directory or hub id; empty: the environment's own generator
     eval_path: str = ""  # held-out tasks; empty: the generator's held-out split, or none
@@ -258,6 +284,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    online: OnlineConfig = field(default_factory=OnlineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)

@@ -18,6 +18,7 @@ from sao.config import Config, EnvConfig, OptimizerConfig
 from sao.config_algo import check_algorithm
 from sao.config_messages import explain
 from sao.errors import ConfigError
+from sao.online.check import check_online
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "run.phase": ("rl", "critic"),
@@ -314,6 +315,8 @@ def check(config: Config, *, training: bool = True) -> None:
     else:
         _check_evaluation_sampling(config)
     _check_combinations(config, training)
+    if training:
+        check_online(config)
 
 
 def _check_ranges(config: Config) -> None:
@@ -331,21 +334,11 @@ def _check_ranges(config: Config) -> None:
     for key in positive:
         _refuse(value_of(config, key) <= 0, f"{key}={value_of(config, key)} must be above 0")
     not_negative = (
-        "rollout.staleness",
-        "rollout.retries",
-        "rollout.max_running",
-        "engine.step_interval_ms",
-        "eval.every",
-        "critic.critic_only_steps",
-        "algo.kl_coef",
-        "algo.entropy_coef",
-        "algo.whiten_patience",
-        "data.pool",
-        "launcher.num_cpus",
-        "launcher.restarts",
+        "rollout.staleness", "rollout.retries", "rollout.max_running", "engine.step_interval_ms", "eval.every", "critic.critic_only_steps",
+        "algo.kl_coef", "algo.entropy_coef", "algo.whiten_patience", "data.pool", "launcher.num_cpus", "launcher.restarts",
         "checkpoint.every",
         "launcher.object_store_mb",
-    )
+    )  # fmt: skip
     for key in not_negative:
         _refuse(value_of(config, key) < 0, f"{key}={value_of(config, key)} must not be negative")
     shares = ("algo.gamma", "algo.lambda_critic", "warmstart.clean_share", "engine.gpu_memory_utilization")

@@ -5,7 +5,7 @@
 
 In flight is running, buffered (finished, not yet in a batch) or training. A trained episode keeps its admission slot until the weights that
 contain it are published (`unpublished`); it already counts as trained. A retried attempt's tokens are dropped under its failure's reason while
-its prompt stays in flight.
+its prompt stays in flight. Training that a roll-back undid moves from trained to dropped.
 
 Plain object, no Ray and no torch; one instance lives in the driver.
 """
@@ -117,6 +117,20 @@ class Ledger:
             self.trained_tokens += entry.tokens
             self.trained_by_workload[entry.workload] += 1
             self.unpublished += awaits_publication
+
+    def mark(self) -> dict[str, Any]:
+        """What is trained now, JSON-compatible, for `undo`."""
+        return {"trained": self.trained, "tokens": self.trained_tokens, "workloads": dict(self.trained_by_workload)}
+
+    def undo(self, mark: Mapping[str, Any], reason: str) -> None:
+        """The learner went back to the weights of `mark`: what was trained since is in no weights any more and counts as dropped."""
+        episodes, tokens = max(0, self.trained - mark["trained"]), max(0, self.trained_tokens - mark["tokens"])
+        self.trained -= episodes
+        self.trained_tokens -= tokens
+        self.dropped[reason] += episodes
+        self.dropped_tokens[reason] += tokens
+        for name, count in self.trained_by_workload.items():
+            self.trained_by_workload[name] = min(count, mark["workloads"].get(name, 0))
 
     def published(self) -> None:
         """Every live engine acknowledged weights that contain all that was trained."""

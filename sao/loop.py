@@ -26,7 +26,7 @@ from sao.ledger import Entry, Ledger
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest, EpisodeRunner, Loss
 from sao.rollout.staleness import Buffer, Finished, may_admit
 from sao.tasks.source import TaskSource
-from sao.trajectory import EpisodeId
+from sao.trajectory import EpisodeId, TrajectoryMeta
 
 # Consecutive failed episodes after which the run is not worth continuing: a multiple of the batch, and never so few that chance explains them.
 FAILURE_PATIENCE = 4
@@ -59,6 +59,28 @@ class EngineHandle(Protocol):
     async def publish(self, weights: Any, version: int) -> Sequence[PublishReport]:
         """Return once every live engine acknowledged."""
         ...
+
+
+class Guard(Protocol):
+    """Decides whether new weights may serve (`sao.online.guard.Guard`)."""
+
+    def saw(self, batch: Sequence[TrajectoryMeta]) -> None:
+        """A batch was trained."""
+        ...
+
+    async def passes(self, version: int, weights: Any) -> bool: ...
+
+    async def go_back(self, version: int) -> Mapping[str, Any]:
+        """Restore good weights in the learner as `version`; returns the ledger's mark of the moment they were made."""
+        ...
+
+    async def published(self) -> None: ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Observer(Protocol):
@@ -146,6 +168,7 @@ class TrainingLoop:
         self._replay: Sequence[Sequence[Finished[Any]]] = ()
         self._checkpointed = 0
         self._stopping = False
+        self.guard: Guard | None = None
         self.after_publication: Callable[[int], Awaitable[None]] | None = None  # awaited with each published version before training goes on
 
     def hold(self, work: asyncio.Future[Any]) -> None:
@@ -314,7 +337,8 @@ class TrainingLoop:
             self._signal()
             done = time.monotonic()
             times = got_batch - started, learned - got_batch, done - learned - held, done - started
-            self.observer.step(StepRow(step, report, batch, version_before, *times, held_s=held))
+            metrics = self.guard.metrics() if self.guard is not None else {}
+            self.observer.step(StepRow(step, report, batch, version_before, *times, held_s=held, metrics=metrics))
             if self.batches_done - self._checkpointed >= self.config.checkpoint.every > 0:
                 await self._checkpoint()
 
@@ -331,6 +355,8 @@ class TrainingLoop:
         for identity in sorted(left_out):
             self._drop(identity, "truncated", f"cut off, which algo.truncation=drop keeps from training; its tokens are in the file of step {step}")
         self.batches_done = step + 1
+        if self.guard is not None:
+            self.guard.saw([item.meta for item in batch])
         return report
 
     async def _next_batch(self, *, advance: bool) -> list[Finished[Any]] | None:
@@ -363,20 +389,32 @@ class TrainingLoop:
             raise LearnerFailure(f"the learner reports version {report.version} after step {step}, which started at {self.version} and allows {most}")
 
     async def _publish(self) -> float:
-        """Give the engines the newest weights. Returns the seconds that an evaluation of the old ones held it up."""
+        """Give the engines the newest weights, or the last good ones when the guard refuses those. Returns the seconds that an evaluation held it up."""
         started, held = time.monotonic(), 0.0
         if self._holds:
             await asyncio.gather(*self._holds, return_exceptions=True)  # whoever started them hears of their failures
             self._holds.clear()
             held = time.monotonic() - started
-        weights = await self.learner.gather()
+        weights, undone = await self.learner.gather(), False
+        if self.guard is not None and not await self.guard.passes(self.version, weights):
+            weights, undone = await self._go_back(self.guard), True
         reports = await self.engines.publish(weights, self.version)
         self.published_version = self.version
         self.ledger.published()
+        if self.guard is not None:
+            await self.guard.published()
         self.observer.publication(self.version, reports, time.monotonic() - started - held)
         if self.after_publication is not None:
             await self.after_publication(self.version)
+        if undone:
+            await self._checkpoint()  # a recovery must not train again what was undone
         return held
+
+    async def _go_back(self, guard: Guard) -> Any:
+        """Undo what was trained since the last good version. Returns its weights, which take the number of the refused ones."""
+        mark = await guard.go_back(self.version)
+        self.ledger.undo(mark, "rolled_back")
+        return await self.learner.gather()
 
     # ------------------------------------------------------------------ going on after a crash
 
@@ -390,6 +428,7 @@ class TrainingLoop:
             "ledger": self.ledger.state_dict(),
             "source": self.source.state_dict(),
             "issued": {str(ordinal): issued.cursor for ordinal, issued in self._issued.items()},
+            **({"guard": self.guard.state_dict()} if self.guard is not None else {}),
             "lost_groups": {str(group): reason for group, reason in self._lost_groups.items()},
         }
 
@@ -406,6 +445,8 @@ class TrainingLoop:
             self.source.load_state_dict(cursor)
             self._issued[int(ordinal)] = Issued(self.source.next(), cursor)
         self.source.load_state_dict(state["source"])
+        if self.guard is not None and "guard" in state:
+            self.guard.load_state_dict(state["guard"])
         for group, reason in state["lost_groups"].items():
             for ordinal in self._members(int(group)):
                 if ordinal in self._issued:

@@ -69,7 +69,7 @@ class RunObserver:
 
     def step(self, row: StepRow) -> None:
         metas = [item.meta for item in row.batch]
-        values = dict(row.report.metrics) | batch_metrics(metas, row.version_before, per_environment=bool(self.config.data.mixture))
+        values = dict(row.report.metrics) | row.metrics | batch_metrics(metas, row.version_before, per_environment=bool(self.config.data.mixture))
         values |= {
             "timing_s/wait_for_batch": row.wait_s,
             "timing_s/learn": row.learn_s,
@@ -99,6 +99,8 @@ class RunObserver:
             entropy=values.get("actor/entropy"),
             critic=critic,
             dropped=dict(self.loop.ledger.dropped),
+            refused=int(row.metrics.get("online/refused", 0)),
+            rolled_back=int(row.metrics.get("online/rolled_back", 0)),
         )
 
     def _judge_critic(self, row: StepRow) -> Verdict | None:
@@ -174,6 +176,7 @@ class RunObserver:
         self.folder.append_json("eval.jsonl", record)
         name = f"{result.eval}_t{result.temperature:g}"
         values = {f"eval/{name}/{key}": float(record[key]) for key in ("mean", "low", "high", "n", "truncated", "failed", "seconds")}
+        values |= {f"eval/{name}/mean/{workload}": mean for workload, mean in result.by_workload().items()}
         if result.k > 1:
             values |= {f"eval/{name}/pass_at_{k}": value for k, value in result.pass_at().items()}
         self.metrics.log("eval", result.version, values)
@@ -185,6 +188,16 @@ class RunObserver:
         self.progress.log(text)
         if result.temperature > 0:
             self.progress.update(**{f"accuracy_{result.eval}": result.mean} if result.eval in ("before", "after") else {})
+
+    def shadow(self, result: EvalResult, against: float | None, passed: bool) -> None:
+        """A held-out result of weights that do not serve yet: metrics `eval/shadow/...`, and a line when they are refused."""
+        values = {"eval/shadow/mean": result.mean, "eval/shadow/n": float(result.n), "eval/shadow/failed": float(result.failed)}
+        values |= {"eval/shadow/passed": float(passed), "eval/shadow/seconds": result.seconds}
+        self.metrics.log("eval", result.version, values)
+        if not passed:
+            self.event(
+                f"shadow evaluation: version {result.version} has {result.mean:.3f} on {result.n} held-out tasks, the weights that serve {against:.3f}; refused"
+            )
 
     def evaluation_missed(self, name: str, version: int, why: str) -> None:
         self._missed += 1

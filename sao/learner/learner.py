@@ -71,6 +71,7 @@ class TorchLearner:
         self.config, self.model_path = config, model_path
         self.device = choose_device(config.learner.device)
         self.version = 0
+        self._undone = 0  # versions whose step a roll-back undid: their number is counted, their step is in no weights any more
         self._explained_in_a_row = 0
         model, loading = config.model, self._loading()
         policy = load_policy(model_path, **loading).to(self.device)
@@ -248,7 +249,7 @@ class TorchLearner:
             self.policy.reduce()
             outcome = self.policy.apply()
             metrics |= outcome
-            self.version = self.policy.gradients.steps
+            self.version = self.policy.gradients.steps + self._undone
         reasons = torch.full((n,), protocol.FROZEN if frozen else protocol.TRAINED, dtype=torch.uint8)
         reasons[low], reasons[high] = protocol.REJECTED_LOW, protocol.REJECTED_HIGH
         reasons[batch.trained & ~counted] = protocol.NON_FINITE
@@ -291,6 +292,7 @@ class TorchLearner:
         torch.save(
             {
                 "version": self.version,
+                "undone": self._undone,
                 "explained_in_a_row": self._explained_in_a_row,
                 "policy_optimizer": self.policy.gradients.state_dict(),
                 "critic_optimizer": self.critic.gradients.state_dict() if self.critic else None,
@@ -317,6 +319,7 @@ class TorchLearner:
         except (RuntimeError, ValueError) as error:
             raise UserError(f"checkpoint {root.name} is of another model than {self.model_path}: {str(error).splitlines()[0]}") from error
         self.version = state["version"]
+        self._undone = state.get("undone", 0)
         self._explained_in_a_row = state["explained_in_a_row"]
         if self.baseline is not None:
             self.baseline.state = state["baseline"]
@@ -324,6 +327,13 @@ class TorchLearner:
             self._ring.load_state_dict(state["ring"])
         elif self._ring:
             self._ring.push(self.version, self.policy.model)
+
+    def renumber(self, version: int) -> None:
+        """Call the present weights `version`, which has not served; later steps count on from it."""
+        self._undone += version - self.version
+        self.version = version
+        if self._ring:
+            self._ring.push(version, self.policy.model)
 
 
 @contextmanager

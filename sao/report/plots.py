@@ -73,8 +73,9 @@ def line_chart(
     wide: bool = False,
     rule: tuple[float, str] | None = None,
     shade: Sequence[tuple[float, float]] = (),
+    marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """A chart of one or more series. `rule` is a labelled horizontal line, `shade` stretches of x on a warning ground.
+    """A chart of one or more series. `rule` is a labelled horizontal line, `marks` are labelled vertical ones, `shade` stretches of x on a warning ground.
 
     Empty series are left out; without any the figure says so.
     """
@@ -101,14 +102,16 @@ def line_chart(
         share = math.log(y / y0) / math.log(y1 / y0) if log else (y - y0) / (y1 - y0)
         return BOX * (1 - share)
 
-    marks = log_ticks(y0, y1) if log else ticks(y0, y1)
+    levels = log_ticks(y0, y1) if log else ticks(y0, y1)
     shapes = [_shade(px, max(x0, a - 0.5), min(x1, b + 0.5)) for a, b in shade]
-    shapes += [f'<path class="grid" d="M0 {py(y):.1f}H{BOX:.0f}"/>' for y in marks]
+    shapes += [f'<path class="grid" d="M0 {py(y):.1f}H{BOX:.0f}"/>' for y in levels]
+    shapes += [f'<path class="rule" d="M{px(x):.1f} 0V{BOX:.0f}"/>' for x, _ in marks]
     if rule:
         shapes.append(f'<path class="rule" d="M0 {py(rule[0]):.1f}H{BOX:.0f}"/>')
     for s in [s for s in shown if s.style == "stack"] + [s for s in shown if s.style != "stack"]:
         shapes.append(_shape(s, px, py))
-    labels = [f'<span class="yl" style="top:{py(y) / 10:.2f}%">{short(y)}</span>' for y in marks]
+    labels = [f'<span class="yl" style="top:{py(y) / 10:.2f}%">{short(y)}</span>' for y in levels]
+    labels += [f'<span class="ml" style="left:{px(x) / 10:.2f}%">{html.escape(text)}</span>' for x, text in marks]
     labels += [f'<span class="xl" style="left:{px(x) / 10:.2f}%">{short(x)}</span>' for x in ticks(x0, x1, 8 if wide else 5)]
     if rule:
         labels.append(f'<span class="rl" style="top:{py(rule[0]) / 10:.2f}%">{html.escape(rule[1])}</span>')

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sao.report.curve import braille_curve, smooth, value_range
-from sao.report.live import DONE, Track, clock_text, dropped_text
+from sao.report.live import DONE, Track, clock_text, dropped_text, guarded_text
 from sao.report.trust import Verdict
 
 _REDRAWS_PER_S = 2.0
@@ -165,7 +165,9 @@ class RichProgress:
     def _dropped(self) -> Text:
         dropped = self._track.state.dropped
         text = Text(no_wrap=True, overflow="ellipsis").append(f"{'dropped':<14}", "dim")
-        return text.append(dropped_text(dropped), "bold yellow" if any(dropped.values()) else "bold")
+        text.append(dropped_text(dropped), "bold yellow" if any(dropped.values()) else "bold")
+        guarded = guarded_text(self._track.state)
+        return text.append("    versions ", "dim").append(guarded, "bold yellow") if guarded else text
 
     def _bar(self, inner: int) -> Text:
         s, total = self._track.state, max(1, self._track.total_steps)

@@ -213,6 +213,11 @@ class LearnerActor:
     def restore(self, directory: str) -> None:
         self.learner.restore(directory)
 
+    def go_back(self, directory: str, version: int) -> None:
+        self.learner.restore(directory)
+        self.learner.renumber(version)
+        self.took_over, self.went_back = False, True  # the next step is the first of another stretch
+
     def _written(self) -> None:
         """Surface an error of the last background write instead of losing it."""
         from sao.errors import LearnerFailure

@@ -319,6 +319,22 @@ def test_a_batch_with_nothing_to_train_changes_nothing(make):
     assert learner.step([], 1).version == 0
 
 
+def test_going_back_keeps_the_count_of_versions(make, tmp_path):
+    """The state of version 1 comes back as version 3: its weights, its moments, and the numbers go on from there, also through a checkpoint."""
+    learner, other = make(), make()
+    learner.step(batch(), 0)
+    learner.save(str(tmp_path / "good"))
+    kept = weights(learner.policy.model)
+    for step in (1, 2):
+        learner.step(batch(), step)
+    learner.restore(str(tmp_path / "good"))
+    learner.renumber(3)
+    assert not moved(kept, learner.policy.model) and learner.version == 3 and learner.policy.gradients.steps == 1
+    learner.save(str(tmp_path / "later"))
+    other.restore(str(tmp_path / "later"))
+    assert learner.step(batch(), 3).version == other.step(batch(), 3).version == 4
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
