@@ -136,7 +136,7 @@ def _explained(run: RunData) -> str:
     if found and not x:
         return empty_figure(title, "undefined: every return of every batch was the same")
     series = [Series("each step", x, y, "c1", "faint"), Series("moving average", x, smooth(y, 0.8), "c1")]
-    note = "read before the step's critic updates; 1 is perfect" + (f"; shaded: not above {threshold:g}, not to be trusted yet" if spans else "")
+    note = "read before the step's critic updates; 1 is perfect" + (f"; shaded: not above {threshold:g}" if spans else "")
     return line_chart(title, series, note=note, y_range=(None, 1), rule=(0.0, "a constant"), shade=spans)
 
 
