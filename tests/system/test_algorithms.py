@@ -45,8 +45,8 @@ def train(folder, *arguments: str, path: str = "") -> str:
 
 
 def plain(folder, **changes: int) -> list[str]:
-    """The scripted run's options without its wide DIS band, which other losses do not read."""
-    return [text for text in options(folder, **changes) if not text.startswith("algo.")]
+    """The scripted run's options without its wide DIS band, which other losses do not read, and with a report."""
+    return [text for text in options(folder, **changes) if not text.startswith(("algo.", "logger.report"))]
 
 
 def test_a_users_loss_and_advantage_train_a_run(tmp_path):
@@ -67,7 +67,7 @@ def test_a_users_loss_and_advantage_train_a_run(tmp_path):
 
 def test_groups_train_whole_stop_and_go_on(tmp_path):
     folder = tmp_path / "run"
-    wide = ["algo=grpo_dis", "rollout.rollouts_per_prompt=4", "algo.eps_low=1.0", "algo.eps_high=1e9", "data.pool=6", "logger.report=true"]
+    wide = ["algo=grpo_dis", "rollout.rollouts_per_prompt=4", "algo.eps_low=1.0", "algo.eps_high=1e9", "data.pool=6"]
     train(folder, *plain(tmp_path, steps=3, staleness=1), *wide, f"run.dir={folder}")
     train(folder, f"resume={folder}", "train.steps=6")
     assert stored_steps(folder) == list(range(6))
