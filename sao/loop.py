@@ -2,7 +2,7 @@
 
 Three things happen at once and none waits for the others beyond the staleness rules: `_dispatch` keeps episodes in flight, `_train` turns
 batches into new weights and publishes them, and finished episodes land in the buffer. The loop knows neither Ray nor vLLM nor torch: workers,
-learner and engines come in through the protocols below, so that the same loop trains for real and runs under a scripted engine in tests.
+learner and engines come in through the protocols of sao/loop_seams.py, so that the same loop trains for real and runs under a scripted engine in tests.
 
 A resumed run is the same object given a checkpoint's state and the batches that were trained after it: those train again, in the same batches
 and order, before anything new is asked of the engines.
@@ -13,20 +13,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from sao.algorithms.catalogue import critic_only_steps
 from sao.config import Config
 from sao.environment import Task
 from sao.errors import EnvironmentFailure, LearnerFailure
-from sao.inference.protocol import PublishReport
 from sao.learner.protocol import StepReport
 from sao.ledger import Entry, Ledger
+from sao.loop_seams import Checkpointer, EngineHandle, Guard, LearnerHandle, Observer, StepRow
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest, EpisodeRunner, Loss
 from sao.rollout.staleness import Buffer, Finished, may_admit
 from sao.tasks.source import TaskSource
-from sao.trajectory import EpisodeId, TrajectoryMeta
+from sao.trajectory import EpisodeId
 
 # Consecutive failed episodes after which the run is not worth continuing: a multiple of the batch, and never so few that chance explains them.
 FAILURE_PATIENCE = 4
@@ -35,92 +35,12 @@ LEAST_PATIENCE = 32
 PERMANENT_REASONS = frozenset({"prompt_too_long"})
 
 
-class LearnerHandle(Protocol):
-    """The learner as the driver reaches it; `handles` are what the workers returned, never arrays."""
-
-    async def step(self, handles: Sequence[Any], step: int) -> StepReport: ...
-
-    async def gather(self) -> Any:
-        """A handle on the newest weights and their canary."""
-        ...
-
-
-class Checkpointer(Protocol):
-    """Keeps what a run needs to go on after a crash."""
-
-    async def save(self, state: dict[str, Any], buffered: Sequence[Any]) -> None:
-        """Store the loop's state, the learner's, and the trajectories behind the `buffered` handles, all of the same moment."""
-        ...
-
-
-class EngineHandle(Protocol):
-    """The engines as the driver reaches them."""
-
-    async def publish(self, weights: Any, version: int) -> Sequence[PublishReport]:
-        """Return once every live engine acknowledged."""
-        ...
-
-
-class Guard(Protocol):
-    """Decides whether new weights may serve (`sao.online.guard.Guard`)."""
-
-    def saw(self, batch: Sequence[TrajectoryMeta]) -> None:
-        """A batch was trained."""
-        ...
-
-    async def passes(self, version: int, weights: Any) -> bool: ...
-
-    async def go_back(self, version: int) -> Mapping[str, Any]:
-        """Restore good weights in the learner as `version`; returns the ledger's mark of the moment they were made."""
-        ...
-
-    async def published(self) -> None: ...
-
-    def metrics(self) -> dict[str, float]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-class Observer(Protocol):
-    """Where the loop reports: metrics, the live screen, the log. Must not block."""
-
-    def step(self, row: StepRow) -> None: ...
-
-    def publication(self, version: int, reports: Sequence[PublishReport], seconds: float) -> None: ...
-
-    def failure(self, failure: EpisodeFailure, retried: bool) -> None: ...
-
-    def lost(self, loss: Loss) -> None:
-        """Called for every dropped episode and every failed attempt, failures included."""
-        ...
-
-    def phase(self, text: str) -> None: ...
-
-
 @dataclass(frozen=True)
 class Issued:
     """An episode that has no trajectory yet; `cursor` is where its source stood before the task was drawn."""
 
     task: Task
     cursor: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """Everything known about one training step when it has been published."""
-
-    step: int
-    report: StepReport
-    batch: Sequence[Finished[Any]]
-    version_before: int
-    wait_s: float
-    learn_s: float
-    publish_s: float
-    seconds: float
-    held_s: float = 0.0  # how long its publication waited for an evaluation
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def total_batches(config: Config) -> int:

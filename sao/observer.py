@@ -14,7 +14,8 @@ import numpy as np
 from sao.config import Config
 from sao.evals.heldout import EvalResult
 from sao.inference.protocol import EngineSnapshot, PublishReport
-from sao.loop import StepRow, TrainingLoop, total_batches
+from sao.loop import TrainingLoop, total_batches
+from sao.loop_seams import StepRow
 from sao.report.dropped import DroppedWriter
 from sao.report.live import make_progress
 from sao.report.metrics import MetricsWriter, read_metrics, surviving

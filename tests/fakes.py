@@ -13,7 +13,7 @@ from sao.config import Config
 from sao.environment import Task
 from sao.inference.protocol import PublishReport
 from sao.learner.protocol import StepReport
-from sao.loop import StepRow
+from sao.loop_seams import StepRow
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest, Loss
 from sao.rollout.staleness import Finished
 from sao.trajectory import EpisodeId, FinishReason, Segment, Trajectory

@@ -74,7 +74,11 @@ CASES = [(kind, make) for kind in ("llama", "qwen3") for make in (policy, critic
 CASES += [("llama", policy_with(loss)) for loss in sorted(LOSSES) if loss != "dis"]
 
 
-@pytest.mark.parametrize(("kind", "make"), CASES, ids=lambda x: x.keywords["algo__loss"] if isinstance(x, functools.partial) else str(x))
+def case_name(value: object) -> str:
+    return value.keywords["algo__loss"] if isinstance(value, functools.partial) else getattr(value, "__name__", str(value))
+
+
+@pytest.mark.parametrize(("kind", "make"), CASES, ids=case_name)
 @settings(max_examples=6, deadline=None)
 @given(order=st.permutations(range(6)), budget=st.integers(1, 120), noise=st.lists(st.sampled_from(["empty", "masked"]), max_size=2))
 def test_gradient_does_not_depend_on_split_order_or_empty_micro_batches(kind, make, order, budget, noise):

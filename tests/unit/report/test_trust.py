@@ -12,7 +12,7 @@ from rich.console import Console
 
 from sao.config import Config
 from sao.learner.protocol import StepReport
-from sao.loop import StepRow
+from sao.loop_seams import StepRow
 from sao.observer import RunObserver
 from sao.report.figures import learning
 from sao.report.live import PlainProgress
