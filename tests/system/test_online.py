@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.system
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
-    "experiment=style_stream", "train.batch_size=8", "critic.critic_only_steps=1", "warmstart.steps=60", "eval.tasks=12", "eval.at_start=false",
+    "experiment=style_stream", "train.batch_size=8", "critic.critic_only_steps=1", "warmstart.steps=120", "eval.tasks=12", "eval.at_start=false",
     "run.progress=plain", "logger.wandb=disabled",
 ]  # fmt: skip
 
