@@ -16,28 +16,37 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sao.errors import SystemFailure, UserError
+from sao.errors import ConfigError, SystemFailure, UserError
 
 EVAL_HELP = "run=FOLDER (or model=DIRECTORY env=NAME) [env=NAME] [checkpoint=final] [n=4] [temperature=1.0] [tasks=256] and any override of the run's configuration"
 OVERRIDES_HELP = "Hydra overrides: group=choice or key=value, for instance experiment=demo train.steps=50"
 
 
 def _train(args: argparse.Namespace) -> int:
+    return _sweep(args.overrides) if args.multirun else _run(args.overrides, "train")
+
+
+def _online(args: argparse.Namespace) -> int:
+    return _run(args.overrides, "online")
+
+
+def _run(overrides: Sequence[str], verb: str) -> int:
+    """Start a run, or go on with the one that `resume=` names."""
     from sao import resume
     from sao.config_load import compose
 
-    if args.multirun:
-        return _sweep(args.overrides)
-    from sao.train import train
-
     started = _process_start()
-    run, overrides = resume.split(args.overrides)
-    if run is None:
-        return train(compose(overrides), overrides, started=started)
-    config, changes = resume.load(run, overrides)
+    run, overrides = resume.split(overrides)
+    config, changes = (compose(overrides), []) if run is None else resume.load(run, overrides)
+    if verb == "online" and not config.online.phases:
+        raise ConfigError(
+            "sao online needs a stream, but online.phases is empty; choose experiment=style_stream or give phases (a fixed task is for sao train)"
+        )
     for change in changes:
         print(f"changed: {change}")
-    return train(config, overrides, started=started, resume=True)
+    from sao.train import train
+
+    return train(config, overrides, started=started, resume=run is not None, verb=verb)
 
 
 def _process_start() -> float:
@@ -141,8 +150,7 @@ def _inspect(args: argparse.Namespace) -> int:
     from sao.report.inspect import main as inspect
     from sao.runtime.saved import run_folder
 
-    ordinal, attempt = args.episode or (None, None)
-    inspect(run_folder(args.run), step=args.step, episode=ordinal, attempt=attempt)
+    inspect(run_folder(args.run), args.episode, step=args.step, dropped=args.dropped)
     return 0
 
 
@@ -154,6 +162,13 @@ def _episode(text: str) -> tuple[int, int | None]:
             f"{text!r} is not an episode: write its ordinal, or ordinal.attempt as the table shows it, for instance 98.0"
         )
     return int(ordinal), int(attempt) if dot else None
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from sao.replay.command import replay_command
+    from sao.runtime.saved import run_folder
+
+    return replay_command(run_folder(args.run), args.step, as_json=args.json)
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -175,6 +190,7 @@ def parser() -> argparse.ArgumentParser:
 
     train = verb("train", _train, "train a policy", overrides=True)
     train.add_argument("-m", "--multirun", action="store_true", help="sweep: key=a,b runs every combination")
+    verb("online", _online, "train on a stream that changes without notice, by the same loop, until train.steps or Ctrl-C", overrides=True)
     verb("warmstart", _warmstart, "supervised start from an environment's demonstrations; cached", overrides=True)
     evaluation = verb("eval", _eval, "evaluate a checkpoint of a run, or a Hugging Face directory, on held-out tasks")
     evaluation.add_argument("arguments", nargs="*", metavar="key=value", help=EVAL_HELP)
@@ -185,10 +201,15 @@ def parser() -> argparse.ArgumentParser:
     verb("doctor", _doctor, "say what this machine can do and what is missing", overrides=True)
     report = verb("report", _report, "write report.html of a run folder")
     report.add_argument("run", metavar="RUN")
-    inspect = verb("inspect", _inspect, "look at a run's trajectories token by token")
+    inspect = verb("inspect", _inspect, "look at a run's trajectories token by token, and at what was dropped")
     inspect.add_argument("run", metavar="RUN")
+    inspect.add_argument("episode", nargs="?", type=_episode, metavar="EPISODE", help="ORDINAL or ORDINAL.ATTEMPT: show this one token by token")
+    inspect.add_argument("--dropped", action="store_true", help="list what was not trained, and every failed attempt, with the reasons")
     inspect.add_argument("--step", type=int, help="the step to list, 0-based, as the files are named; the last one by default")
-    inspect.add_argument("--episode", type=_episode, metavar="ORDINAL[.ATTEMPT]", help="show this episode token by token")
+    replay = verb("replay", _replay, "train one step of a run again and compare it, bit by bit, with what the run recorded")
+    replay.add_argument("run", metavar="RUN")
+    replay.add_argument("--step", type=int, required=True, help="the step, 0-based, as the files are named")
+    replay.add_argument("--json", action="store_true", help="the whole comparison as JSON")
     bench = verb("bench", _bench, "list the benchmarks, or run those named")
     bench.add_argument("ids", nargs="*", metavar="ID")
     return main_parser

@@ -39,8 +39,12 @@ class CheckpointConfig:
 class AlgoConfig:
     """SAO (arXiv 2607.07508). Comments name the alternatives; defaults are the paper's or ours where it is silent."""
 
-    name: str = "sao"
-    eps_low: float = 0.3
+    name: str = "sao"  # what the report calls it
+    loss: str = "dis"  # dis | reinforce | ppo_clip | tis | icepop | vapo | package.module:function
+    loss_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of a loss other than dis
+    advantage: str = "gae"  # gae (the critic's) | group | running_mean | batch_mean | outcome | package.module:function
+    advantage_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of an advantage other than gae
+    eps_low: float = 0.3  # of dis: epsilons, not bounds; ratios in (1 - eps_low, 1 + eps_high) count
     eps_high: float = 5.0
     detach_ratio: bool = True  # false: differentiate f(r) too (the literal reading; reverses the sign where p < 1/e)
     denominator: str = "all"  # all | accepted: which action tokens of the whole batch divide the policy loss
@@ -80,6 +84,7 @@ class CriticConfig:
     freeze: list[str] = field(default_factory=lambda: [r"\.(self_attn|linear_attn)\."])  # regular expressions on parameter names; empty: none
     head_init: str = "zero"  # zero | normal
     critic_only_steps: int = 10  # first steps with the actor frozen
+    trust_above: float = 0.1  # screen and report warn of the critic until the median explained variance of five steps is above this
     path: str = ""  # start from this critic (for instance of `run.phase=critic`) instead of the policy's weights
 
 
@@ -124,7 +129,7 @@ class SamplingConfig:
 class RolloutConfig:
     staleness: int = 4  # tau: actor steps a trajectory may lag; kept at equality. 0: synchronous
     overdue: str = "wait"  # wait | drop
-    rollouts_per_prompt: int = 1  # SAO uses one
+    rollouts_per_prompt: int = 1  # SAO uses one; n: groups of n, trained whole, for algo.advantage=group
     workers: int = 1  # episode worker actors
     max_running: int = 0  # most episodes running at once; 0: as many as the staleness rules admit
     retries: int = 1  # fresh attempts after an environment or infrastructure failure
@@ -147,6 +152,32 @@ class EnvConfig:
 
 
 @dataclass
+class PhaseConfig:
+    """A stretch of a stream in which one thing is rewarded."""
+
+    name: str = ""
+    start: int = 0  # position in the stream, in prompts; with drift=recurring left out, the period decides
+    args: dict[str, Any] = field(default_factory=dict)  # over env.args while the phase lasts, for the environment's generator of tasks
+
+
+@dataclass
+class OnlineConfig:
+    """A stream that changes without notice (`sao online`), and what guards the policy that serves meanwhile. Off by default."""
+
+    phases: list[PhaseConfig] = field(default_factory=list)  # in order; the first at 0. Empty: no stream
+    drift: str = "abrupt"  # abrupt | gradual | recurring
+    ramp: int = 0  # gradual: prompts over which a new phase's share rises from 0 to 1
+    period: int = 0  # recurring: prompts of each phase before the next; the phases come round in order
+    # Shadow evaluation: new weights go to borrowed engines first and serve only if their held-out mean is not this much below that of the
+    # weights that serve. Else they are refused, and the learner goes back. 0: off.
+    shadow_drop: float = 0.0
+    shadow_tasks: int = 32  # held-out tasks of a shadow evaluation
+    # Roll-back: when the mean of the last rewards has fallen this much below its best, the learner goes back to the last good version. 0: off.
+    rollback_fall: float = 0.0
+    rollback_window: int = 128  # rewards of that mean, and rewards by which a version proves good
+
+
+@dataclass
 class DataConfig:
     path: str = ""  # .jsonl, .parquet, a datasets directory or hub id; empty: the environment's own generator
     eval_path: str = ""  # held-out tasks; empty: the generator's held-out split, or none
@@ -154,6 +185,7 @@ class DataConfig:
     prompt_column: str = "prompt"
     max_prompt_chars: int = 200_000
     shuffle: bool = True
+    pool: int = 0  # only the first N tasks are drawn, over and over; 0: all
     mixture: dict[str, float] = field(default_factory=dict)  # conf/env name -> weight; empty: `env` alone
 
 
@@ -252,6 +284,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    online: OnlineConfig = field(default_factory=OnlineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)

@@ -7,6 +7,8 @@ never turned into data (a reward of 0, an empty answer).
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class SaoError(Exception):
     """Base of every deliberate error."""
@@ -27,12 +29,14 @@ class DataError(UserError):
 class SystemFailure(SaoError):
     """Something broke while running.
 
-    `reason` is the short name under which the ledger counts it; `sampled_tokens` are the tokens lost with it (set by the turn loop).
+    `reason` is the short name under which the ledger counts it. Set by the turn loop: `sampled_tokens`, the tokens lost with it, and `trajectory`, the
+    episode as far as it had got (None before its first token).
     `lost`: the actor died or fell silent, so a replacement may do what was asked of it.
     """
 
     reason = "system"
     sampled_tokens: int = 0
+    trajectory: Any = None
     lost: bool = False
 
     def __reduce__(self) -> tuple[object, ...]:

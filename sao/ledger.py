@@ -5,7 +5,7 @@
 
 In flight is running, buffered (finished, not yet in a batch) or training. A trained episode keeps its admission slot until the weights that
 contain it are published (`unpublished`); it already counts as trained. A retried attempt's tokens are dropped under its failure's reason while
-its prompt stays in flight.
+its prompt stays in flight. Training that a roll-back undid moves from trained to dropped.
 
 Plain object, no Ray and no torch; one instance lives in the driver.
 """
@@ -118,6 +118,20 @@ class Ledger:
             self.trained_by_workload[entry.workload] += 1
             self.unpublished += awaits_publication
 
+    def mark(self) -> dict[str, Any]:
+        """What is trained now, JSON-compatible, for `undo`."""
+        return {"trained": self.trained, "tokens": self.trained_tokens, "workloads": dict(self.trained_by_workload)}
+
+    def undo(self, mark: Mapping[str, Any], reason: str) -> None:
+        """The learner went back to the weights of `mark`: what was trained since is in no weights any more and counts as dropped."""
+        episodes, tokens = max(0, self.trained - mark["trained"]), max(0, self.trained_tokens - mark["tokens"])
+        self.trained -= episodes
+        self.trained_tokens -= tokens
+        self.dropped[reason] += episodes
+        self.dropped_tokens[reason] += tokens
+        for name, count in self.trained_by_workload.items():
+            self.trained_by_workload[name] = min(count, mark["workloads"].get(name, 0))
+
     def published(self) -> None:
         """Every live engine acknowledged weights that contain all that was trained."""
         self.unpublished = 0
@@ -130,9 +144,9 @@ class Ledger:
         """Episodes that hold an admission slot: running + buffered + training + trained but not yet published."""
         return len(self.entries) + self.unpublished
 
-    def running_versions(self) -> list[int]:
-        """Admitted versions of the episodes that still run."""
-        return [entry.version for entry in self.entries.values() if entry.state == "running"]
+    def running_versions(self) -> dict[int, int]:
+        """Admitted versions of the episodes that still run, by ordinal."""
+        return {ordinal: entry.version for ordinal, entry in self.entries.items() if entry.state == "running"}
 
     def audit(self) -> dict[str, Any]:
         """The account as plain data; `closes` is whether both identities hold."""

@@ -2,7 +2,7 @@
 
 Three things happen at once and none waits for the others beyond the staleness rules: `_dispatch` keeps episodes in flight, `_train` turns
 batches into new weights and publishes them, and finished episodes land in the buffer. The loop knows neither Ray nor vLLM nor torch: workers,
-learner and engines come in through the protocols below, so that the same loop trains for real and runs under a scripted engine in tests.
+learner and engines come in through the protocols of sao/loop_seams.py, so that the same loop trains for real and runs under a scripted engine in tests.
 
 A resumed run is the same object given a checkpoint's state and the batches that were trained after it: those train again, in the same batches
 and order, before anything new is asked of the engines.
@@ -13,16 +13,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
+from sao.algorithms.catalogue import critic_only_steps
 from sao.config import Config
 from sao.environment import Task
 from sao.errors import EnvironmentFailure, LearnerFailure
-from sao.inference.protocol import PublishReport
 from sao.learner.protocol import StepReport
-from sao.ledger import Ledger
-from sao.rollout.episodes import EpisodeFailure, EpisodeRequest, EpisodeRunner
+from sao.ledger import Entry, Ledger
+from sao.loop_seams import Checkpointer, EngineHandle, Guard, LearnerHandle, Observer, StepRow
+from sao.rollout.episodes import EpisodeFailure, EpisodeRequest, EpisodeRunner, Loss
 from sao.rollout.staleness import Buffer, Finished, may_admit
 from sao.tasks.source import TaskSource
 from sao.trajectory import EpisodeId
@@ -34,44 +35,6 @@ LEAST_PATIENCE = 32
 PERMANENT_REASONS = frozenset({"prompt_too_long"})
 
 
-class LearnerHandle(Protocol):
-    """The learner as the driver reaches it; `handles` are what the workers returned, never arrays."""
-
-    async def step(self, handles: Sequence[Any], step: int) -> StepReport: ...
-
-    async def gather(self) -> Any:
-        """A handle on the newest weights and their canary."""
-        ...
-
-
-class Checkpointer(Protocol):
-    """Keeps what a run needs to go on after a crash."""
-
-    async def save(self, state: dict[str, Any], buffered: Sequence[Any]) -> None:
-        """Store the loop's state, the learner's, and the trajectories behind the `buffered` handles, all of the same moment."""
-        ...
-
-
-class EngineHandle(Protocol):
-    """The engines as the driver reaches them."""
-
-    async def publish(self, weights: Any, version: int) -> Sequence[PublishReport]:
-        """Return once every live engine acknowledged."""
-        ...
-
-
-class Observer(Protocol):
-    """Where the loop reports: metrics, the live screen, the log. Must not block."""
-
-    def step(self, row: StepRow) -> None: ...
-
-    def publication(self, version: int, reports: Sequence[PublishReport], seconds: float) -> None: ...
-
-    def failure(self, failure: EpisodeFailure, retried: bool) -> None: ...
-
-    def phase(self, text: str) -> None: ...
-
-
 @dataclass(frozen=True)
 class Issued:
     """An episode that has no trajectory yet; `cursor` is where its source stood before the task was drawn."""
@@ -80,25 +43,9 @@ class Issued:
     cursor: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class StepRow:
-    """Everything known about one training step when it has been published."""
-
-    step: int
-    report: StepReport
-    batch: Sequence[Finished[Any]]
-    version_before: int
-    wait_s: float
-    learn_s: float
-    publish_s: float
-    seconds: float
-    held_s: float = 0.0  # how long its publication waited for an evaluation
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
 def total_batches(config: Config) -> int:
     """Training steps of a whole run, those included that train the critic alone."""
-    return config.train.steps + (0 if config.run.phase == "critic" else config.critic.critic_only_steps)
+    return config.train.steps + (0 if config.run.phase == "critic" else critic_only_steps(config))
 
 
 class TrainingLoop:
@@ -124,21 +71,24 @@ class TrainingLoop:
         self.checkpointer = checkpointer
         self.incarnation = incarnation
         self.ledger = Ledger()
-        self.buffer: Buffer[Any] = Buffer(config.rollout.staleness, config.train.batch_size, config.rollout.overdue)
+        self.group_size = config.rollout.rollouts_per_prompt
+        self.buffer: Buffer[Any] = Buffer(config.rollout.staleness, config.train.batch_size, config.rollout.overdue, self.group_size)
         self.version = 0
         self.published_version = 0
         self.batches_done = 0
         self.max_staleness = 0
         self.total_batches = total_batches(config)
-        self.actor_from = self.total_batches if config.run.phase == "critic" else config.critic.critic_only_steps
+        self.actor_from = self.total_batches if config.run.phase == "critic" else critic_only_steps(config)
         self._next_ordinal = 0
         self._failures_in_a_row = 0
         self._changed = asyncio.Event()
         self._holds: list[asyncio.Future[Any]] = []
         self._issued: dict[int, Issued] = {}
+        self._lost_groups: dict[int, str] = {}  # groups with a member lost for good, and why, while others of them still run
         self._replay: Sequence[Sequence[Finished[Any]]] = ()
         self._checkpointed = 0
         self._stopping = False
+        self.guard: Guard | None = None
         self.after_publication: Callable[[int], Awaitable[None]] | None = None  # awaited with each published version before training goes on
 
     def hold(self, work: asyncio.Future[Any]) -> None:
@@ -180,25 +130,29 @@ class TrainingLoop:
         """Start episodes while rule 1 allows and the run still needs them."""
         while True:
             while self._needed() and self._may_start():
-                request = self._submit()
-                episodes.append(group.create_task(self._episode(request), name=f"episode {request.episode_id}"))
+                for request in self._submit():
+                    episodes.append(group.create_task(self._episode(request), name=f"episode {request.episode_id}"))
             episodes[:] = [episode for episode in episodes if not episode.done()]
             await self._wait_for_change()
 
     def _may_start(self) -> bool:
         rollout = self.config.rollout
-        if rollout.max_running and self.ledger.count("running") >= rollout.max_running:
+        if rollout.max_running and self.ledger.count("running") + self.group_size > rollout.max_running:
             return False
-        return may_admit(self.ledger.outstanding, staleness=rollout.staleness, batch_size=self.config.train.batch_size)
+        after = self.ledger.outstanding + self.group_size
+        return may_admit(after - 1, staleness=rollout.staleness, batch_size=self.config.train.batch_size)
 
-    def _submit(self) -> EpisodeRequest:
-        """Draw the next task and enter its episode in the ledger."""
+    def _submit(self) -> list[EpisodeRequest]:
+        """Draw the next task and enter its episode, or its group of them, in the ledger."""
         cursor, task = self.source.state_dict(), self.source.next()
-        episode_id = EpisodeId(self._next_ordinal)
-        self._next_ordinal += 1
-        self.ledger.submit(episode_id, task.task_id, task.environment, task.workload, self.published_version)
-        self._issued[episode_id.ordinal] = Issued(task, cursor)
-        return self._request(episode_id, task)
+        requests = []
+        for _ in range(self.group_size):
+            episode_id = EpisodeId(self._next_ordinal)
+            self._next_ordinal += 1
+            self.ledger.submit(episode_id, task.task_id, task.environment, task.workload, self.published_version)
+            self._issued[episode_id.ordinal] = Issued(task, cursor)
+            requests.append(self._request(episode_id, task))
+        return requests
 
     def _reissue(self, ordinal: int) -> EpisodeRequest:
         """An episode that was running when the run stopped begins anew under the weights of now."""
@@ -211,7 +165,8 @@ class TrainingLoop:
 
     def _needed(self) -> bool:
         """Whether the steps that remain cannot be filled from what is already in flight."""
-        return len(self.ledger.entries) < self._remaining()
+        still_wanted = sum(self.buffer.group_of(ordinal) not in self._lost_groups for ordinal in self.ledger.entries)
+        return still_wanted + self.group_size <= self._remaining()
 
     def _remaining(self) -> int:
         """Episodes that the steps not yet done take, the one being trained included."""
@@ -225,25 +180,58 @@ class TrainingLoop:
                 self._failures_in_a_row = 0
                 self._accept(outcome)
                 return
-            retried = outcome.reason not in PERMANENT_REASONS and request.episode_id.attempt < self.config.rollout.retries
+            hopeless = outcome.reason in PERMANENT_REASONS or self.buffer.group_of(request.episode_id.ordinal) in self._lost_groups
+            retried = not hopeless and request.episode_id.attempt < self.config.rollout.retries
             self.observer.failure(outcome, retried)
             self._count_failure(outcome)
             if not retried:
-                self.ledger.drop(request.episode_id, outcome.reason, outcome.tokens)
+                self._drop(request.episode_id, outcome.reason, outcome.message, outcome.handle, tokens=outcome.tokens)
                 del self._issued[request.episode_id.ordinal]
+                self._lose_group(request.episode_id, outcome.reason)
                 self._signal()
                 return
+            self._lose(request.episode_id, outcome.reason, outcome.message, outcome.handle, outcome.tokens, retried=True)
             episode_id = self.ledger.retry(request.episode_id, outcome.reason, outcome.tokens, self.published_version)
             request = self._request(episode_id, request.task)
 
     def _accept(self, finished: Finished[Any]) -> None:
+        episode_id = finished.meta.episode_id
         self.ledger.finish(finished.meta)
-        del self._issued[finished.meta.episode_id.ordinal]
+        del self._issued[episode_id.ordinal]
         if finished.meta.action_tokens == 0:
-            self.ledger.drop(finished.meta.episode_id, finished.meta.finish.detail or "no_action")
+            reason = finished.meta.finish.detail or "no_action"
+            self._drop(episode_id, reason, "no token was sampled", finished.handle)
+            self._lose_group(episode_id, reason)
         else:
             self.buffer.add(finished)
+            lost = self._lost_groups.get(self.buffer.group_of(episode_id.ordinal))
+            if lost is not None:
+                self._lose_group(episode_id, lost)
         self._signal()
+
+    def _drop(self, episode_id: EpisodeId, reason: str, message: str, handle: Any = None, *, tokens: int = 0) -> None:
+        """An episode leaves the ledger untrained. `tokens`: as for `Ledger.drop`."""
+        self._lose(episode_id, reason, message, handle, tokens)
+        self.ledger.drop(episode_id, reason, tokens)
+
+    def _lose(self, episode_id: EpisodeId, reason: str, message: str, handle: Any, tokens: int, *, retried: bool = False) -> None:
+        """Tell the observer of an attempt or an episode that is about to leave the ledger, or to begin anew."""
+        entry = self.ledger.entries[episode_id.ordinal]
+        where = entry.task_id, entry.environment, entry.workload
+        self.observer.lost(Loss(episode_id, *where, reason, message, tokens or entry.tokens, entry.version, self.batches_done, retried, handle))
+
+    def _lose_group(self, episode_id: EpisodeId, reason: str) -> None:
+        """A group that lost a member is never trained: its finished members are dropped as group_<reason>, those that still run when they finish."""
+        group = self.buffer.group_of(episode_id.ordinal)
+        for mate in self.buffer.pop_group(group):
+            self._drop(mate.meta.episode_id, f"group_{reason}", f"episode {episode_id} of its group was lost ({reason})", mate.handle)
+        if any(ordinal in self.ledger.entries for ordinal in self._members(group)):
+            self._lost_groups.setdefault(group, reason)
+        else:
+            self._lost_groups.pop(group, None)
+
+    def _members(self, group: int) -> range:
+        return range(group * self.group_size, (group + 1) * self.group_size)
 
     def _count_failure(self, failure: EpisodeFailure) -> None:
         self._failures_in_a_row += 1
@@ -269,7 +257,8 @@ class TrainingLoop:
             self._signal()
             done = time.monotonic()
             times = got_batch - started, learned - got_batch, done - learned - held, done - started
-            self.observer.step(StepRow(step, report, batch, version_before, *times, held_s=held))
+            metrics = self.guard.metrics() if self.guard is not None else {}
+            self.observer.step(StepRow(step, report, batch, version_before, *times, held_s=held, metrics=metrics))
             if self.batches_done - self._checkpointed >= self.config.checkpoint.every > 0:
                 await self._checkpoint()
 
@@ -283,18 +272,23 @@ class TrainingLoop:
         self.version = report.version
         left_out = self._left_out(batch)
         self.ledger.settle([identity for identity in ids if identity not in left_out], awaits_publication=self.version > version_before)
-        for identity in left_out:
-            self.ledger.drop(identity, "truncated")
+        for identity in sorted(left_out):
+            self._drop(identity, "truncated", f"cut off, which algo.truncation=drop keeps from training; its tokens are in the file of step {step}")
         self.batches_done = step + 1
+        if self.guard is not None:
+            self.guard.saw([item.meta for item in batch])
         return report
 
     async def _next_batch(self, *, advance: bool) -> list[Finished[Any]] | None:
         """Wait until rule 2 lets a step start; take its batch. None when the run is to stop."""
         while not self._stopping:
             for late in self.buffer.pop_overdue(self.version):
-                self.ledger.drop(late.meta.episode_id, "overdue")
+                age, bound = self.version - late.meta.oldest_version, self.config.rollout.staleness
+                self._drop(late.meta.episode_id, "overdue", f"{age} versions old where rollout.staleness={bound} (rollout.overdue=drop)", late.handle)
+                self._lose_group(late.meta.episode_id, "overdue")
                 self._signal()
-            batch = self.buffer.pop_batch(self.ledger.running_versions(), version_after=self.version + advance)
+            running = {o: v for o, v in self.ledger.running_versions().items() if self.buffer.group_of(o) not in self._lost_groups}
+            batch = self.buffer.pop_batch(running, version_after=self.version + advance)
             if batch is not None:
                 staleness = max(self.version - item.meta.oldest_version for item in batch)
                 self.max_staleness = max(self.max_staleness, staleness)
@@ -315,20 +309,32 @@ class TrainingLoop:
             raise LearnerFailure(f"the learner reports version {report.version} after step {step}, which started at {self.version} and allows {most}")
 
     async def _publish(self) -> float:
-        """Give the engines the newest weights. Returns the seconds that an evaluation of the old ones held it up."""
+        """Give the engines the newest weights, or the last good ones when the guard refuses those. Returns the seconds that an evaluation held it up."""
         started, held = time.monotonic(), 0.0
         if self._holds:
             await asyncio.gather(*self._holds, return_exceptions=True)  # whoever started them hears of their failures
             self._holds.clear()
             held = time.monotonic() - started
-        weights = await self.learner.gather()
+        weights, undone = await self.learner.gather(), False
+        if self.guard is not None and not await self.guard.passes(self.version, weights):
+            weights, undone = await self._go_back(self.guard), True
         reports = await self.engines.publish(weights, self.version)
         self.published_version = self.version
         self.ledger.published()
+        if self.guard is not None:
+            await self.guard.published()
         self.observer.publication(self.version, reports, time.monotonic() - started - held)
         if self.after_publication is not None:
             await self.after_publication(self.version)
+        if undone:
+            await self._checkpoint()  # a recovery must not train again what was undone
         return held
+
+    async def _go_back(self, guard: Guard) -> Any:
+        """Undo what was trained since the last good version. Returns its weights, which take the number of the refused ones."""
+        mark = await guard.go_back(self.version)
+        self.ledger.undo(mark, "rolled_back")
+        return await self.learner.gather()
 
     # ------------------------------------------------------------------ going on after a crash
 
@@ -342,6 +348,8 @@ class TrainingLoop:
             "ledger": self.ledger.state_dict(),
             "source": self.source.state_dict(),
             "issued": {str(ordinal): issued.cursor for ordinal, issued in self._issued.items()},
+            **({"guard": self.guard.state_dict()} if self.guard is not None else {}),
+            "lost_groups": {str(group): reason for group, reason in self._lost_groups.items()},
         }
 
     def load_state_dict(
@@ -357,6 +365,17 @@ class TrainingLoop:
             self.source.load_state_dict(cursor)
             self._issued[int(ordinal)] = Issued(self.source.next(), cursor)
         self.source.load_state_dict(state["source"])
+        if self.guard is not None and "guard" in state:
+            self.guard.load_state_dict(state["guard"])
+        for group, reason in state["lost_groups"].items():
+            for ordinal in self._members(int(group)):
+                if ordinal in self._issued:
+                    self._drop(
+                        self.ledger.entries[ordinal].episode_id,
+                        f"group_{reason}",
+                        f"its group had lost a member ({reason}) before the run was resumed",
+                    )
+                    del self._issued[ordinal]
         self.buffer.items = list(buffered)
         self._replay = replay
 
@@ -373,11 +392,17 @@ class TrainingLoop:
 
     def _drop_surplus(self) -> None:
         """Let go what no step can take any more: an episode that was dropped after the checkpoint, and replaced, is in flight again with its replacement trained."""
-        by_loss = sorted(self.ledger.entries.values(), key=lambda entry: (entry.state == "running", entry.episode_id), reverse=True)
-        for entry in by_loss[: max(0, len(by_loss) - self._remaining())]:
-            self.ledger.drop(entry.episode_id, "surplus")
-            self._issued.pop(entry.episode_id.ordinal, None)
-            self.buffer.items = [item for item in self.buffer.items if item.meta.episode_id != entry.episode_id]
+        groups: dict[int, list[Entry]] = {}
+        for ordinal, entry in self.ledger.entries.items():
+            groups.setdefault(self.buffer.group_of(ordinal), []).append(entry)
+        by_loss = sorted(groups, key=lambda group: (any(entry.state == "running" for entry in groups[group]), group), reverse=True)
+        surplus = (len(self.ledger.entries) - self._remaining()) // self.group_size
+        for group in by_loss[: max(0, surplus)]:
+            handles = {item.meta.episode_id: item.handle for item in self.buffer.pop_group(group)}
+            for entry in groups[group]:
+                message = "the run was resumed, and the episode that had taken its place is trained"
+                self._drop(entry.episode_id, "surplus", message, handles.get(entry.episode_id))
+                self._issued.pop(entry.episode_id.ordinal, None)
 
     def _readmit(self, batch: Sequence[Finished[Any]]) -> None:
         """Bring the episodes of a replayed batch to where a step finds them, those included that were submitted after the checkpoint."""

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from sao.config import Config
 from sao.evals.heldout import EvalResult
 from sao.inference.protocol import EngineSnapshot, PublishReport
-from sao.loop import StepRow, TrainingLoop, total_batches
+from sao.loop import TrainingLoop, total_batches
+from sao.loop_seams import StepRow
+from sao.report.dropped import DroppedWriter
 from sao.report.live import make_progress
-from sao.report.metrics import MetricsWriter
-from sao.rollout.episodes import EpisodeFailure
+from sao.report.metrics import MetricsWriter, read_metrics, surviving
+from sao.report.trust import EXPLAINED, LOSS, WINDOW, Verdict, judge
+from sao.rollout.episodes import EpisodeFailure, Loss
 from sao.runtime.run_folder import RunFolder
-from sao.trajectory import TrajectoryMeta
+from sao.trajectory import Trajectory, TrajectoryMeta
 
 IDLE_WINDOW_S = 10.0
 REWARD_S = "env/reward_s"  # what an environment that asks a reward function says of the seconds it took
@@ -27,7 +31,8 @@ REWARD_S = "env/reward_s"  # what an environment that asks a reward function say
 class RunObserver:
     """One per run, in the driver's event loop."""
 
-    def __init__(self, folder: RunFolder, config: Config, started: float) -> None:
+    def __init__(self, folder: RunFolder, config: Config, started: float, fetch: Callable[[Any], Trajectory | None] = lambda handle: None) -> None:
+        """fetch: the trajectory behind a handle of the loop's, for the record of what was dropped."""
         self.folder = folder
         self.config = config
         self.started = started
@@ -41,12 +46,17 @@ class RunObserver:
             folder=str(folder.path),
         )
         self.metrics = MetricsWriter(folder.path, config.logger, asdict(config))
+        self.dropped = DroppedWriter(folder.path, sitting=folder.incarnation, keep_tokens=config.logger.trajectories == "all", fetch=fetch)
         self.log = _file_log(folder.path)
         self.loop: TrainingLoop | None = None
         self._engine_history: list[tuple[float, Sequence[EngineSnapshot]]] = []
         self._first_update: float | None = None
         self._publications = 0
         self._missed = 0
+        # By step, so that a run which goes back to a checkpoint judges its critic by the steps that count.
+        earlier = surviving(read_metrics(folder.path), "train")
+        self._explained: dict[int, float | None] = {int(r["step"]): r.get(EXPLAINED) for r in earlier}
+        self._warned = self._praised = False
 
     def attach(self, loop: TrainingLoop) -> None:
         self.loop = loop
@@ -60,7 +70,7 @@ class RunObserver:
 
     def step(self, row: StepRow) -> None:
         metas = [item.meta for item in row.batch]
-        values = dict(row.report.metrics) | batch_metrics(metas, row.version_before, per_environment=bool(self.config.data.mixture))
+        values = dict(row.report.metrics) | row.metrics | batch_metrics(metas, row.version_before, per_environment=bool(self.config.data.mixture))
         values |= {
             "timing_s/wait_for_batch": row.wait_s,
             "timing_s/learn": row.learn_s,
@@ -74,6 +84,10 @@ class RunObserver:
         assert self.loop is not None
         values |= self.loop.ledger.metrics()
         values |= self.loop.source.metrics()
+        critic = self._judge_critic(row)
+        if critic is not None:
+            values["critic/trusted"] = float(critic.trusted)
+        self.dropped.flush()
         self.metrics.log("train", row.step, values)
         self.progress.update(
             step=row.step + 1,
@@ -84,8 +98,27 @@ class RunObserver:
             learner_idle=values["perf/learner_idle_share"],
             response_length=values["response_length/mean"],
             entropy=values.get("actor/entropy"),
+            critic=critic,
             dropped=dict(self.loop.ledger.dropped),
+            refused=int(row.metrics.get("online/refused", 0)),
+            rolled_back=int(row.metrics.get("online/rolled_back", 0)),
         )
+
+    def _judge_critic(self, row: StepRow) -> Verdict | None:
+        """Whether the critic is a guide yet; None where the algorithm has none. Said once when the actor moves without, and once when it is one."""
+        if LOSS not in row.report.metrics:
+            return None
+        self._explained[row.step] = row.report.metrics.get(EXPLAINED)
+        steps = range(max(0, row.step - WINDOW + 1), row.step + 1)
+        verdict = judge([self._explained[step] for step in steps if step in self._explained], self.config.critic.trust_above)
+        if not verdict.trusted and not self._warned and row.report.version > row.version_before:
+            self._warned = True
+            self.event(f"from step {row.step} on the actor trains, but {verdict.text}")
+        if verdict.trusted and self._warned and not self._praised:
+            self._praised = True
+            self.log.info("step %d: %s", row.step, verdict.text)
+            self.progress.log(f"step {row.step}: {verdict.text}")
+        return verdict
 
     def publication(self, version: int, reports: Sequence[PublishReport], seconds: float) -> None:
         self._publications += 1
@@ -119,6 +152,9 @@ class RunObserver:
         self.log.warning("episode %s failed (%s), %s: %s", failure.episode_id, failure.reason, what, failure.message)
         self.progress.log(f"episode {failure.episode_id} failed ({failure.reason}), {what}: {failure.message[:160]}")
 
+    def lost(self, loss: Loss) -> None:
+        self.dropped.add(loss)
+
     def engines(self, snapshots: Sequence[EngineSnapshot]) -> None:
         """Called about once a second with one snapshot per engine."""
         now = time.monotonic()
@@ -141,6 +177,7 @@ class RunObserver:
         self.folder.append_json("eval.jsonl", record)
         name = f"{result.eval}_t{result.temperature:g}"
         values = {f"eval/{name}/{key}": float(record[key]) for key in ("mean", "low", "high", "n", "truncated", "failed", "seconds")}
+        values |= {f"eval/{name}/mean/{workload}": mean for workload, mean in result.by_workload().items()}
         if result.k > 1:
             values |= {f"eval/{name}/pass_at_{k}": value for k, value in result.pass_at().items()}
         self.metrics.log("eval", result.version, values)
@@ -153,13 +190,30 @@ class RunObserver:
         if result.temperature > 0:
             self.progress.update(**{f"accuracy_{result.eval}": result.mean} if result.eval in ("before", "after") else {})
 
+    def shadow(self, result: EvalResult, against: float | None, passed: bool) -> None:
+        """A held-out result of weights that do not serve yet: metrics `eval/shadow/...`, and a line when they are refused."""
+        values = {"eval/shadow/mean": result.mean, "eval/shadow/n": float(result.n), "eval/shadow/failed": float(result.failed)}
+        values |= {"eval/shadow/passed": float(passed), "eval/shadow/seconds": result.seconds}
+        self.metrics.log("eval", result.version, values)
+        if not passed:
+            self.event(
+                f"shadow evaluation: version {result.version} has {result.mean:.3f} on {result.n} held-out tasks, the weights that serve {against:.3f}; refused"
+            )
+
     def evaluation_missed(self, name: str, version: int, why: str) -> None:
         self._missed += 1
         self.metrics.log("eval", version, {"eval/missed": float(self._missed)})
         self.log.warning("evaluation %s of version %d is missing: %s", name, version, why)
         self.progress.log(f"evaluation {name} of version {version} is missing: {why}")
 
+    def settle(self) -> None:
+        """Bring to the disk what still lies in the actors; before they end."""
+        self.dropped.wait()
+        if self.dropped.tokens_missed:
+            self.log.warning("the tokens of %d dropped trajectories could not be kept", self.dropped.tokens_missed)
+
     def close(self) -> None:
+        self.dropped.close()
         self.metrics.close()
         self.progress.close()
         for handler in list(self.log.handlers):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sao.config import Config
+from sao.config_algo import cautions
 from sao.config_load import environments, to_yaml
 from sao.environment import Task
 from sao.errors import ConfigError, SaoError, SystemFailure
@@ -20,6 +21,8 @@ from sao.evals.schedule import Evaluations
 from sao.inference.pool import EnginePool
 from sao.loop import TrainingLoop
 from sao.observer import RunObserver
+from sao.online.guard import Guard, make_guard
+from sao.online.history import closing_lines
 from sao.report.html import write_report
 from sao.report.live import DONE
 from sao.rewards.preflight import check_rewards, check_scores
@@ -28,8 +31,8 @@ from sao.runtime.checkpoints import FOLDER, STATE
 from sao.runtime.cluster import Cluster
 from sao.runtime.models import check_tokenizer, facts, prepare
 from sao.runtime.plan import check_plan, machine, make_plan
-from sao.runtime.preflight import check_openings, check_start
-from sao.runtime.remote import RemoteLearner, RemoteWorkers
+from sao.runtime.preflight import check_critic, check_openings, check_start
+from sao.runtime.remote import RemoteLearner, RemoteWorkers, fetch
 from sao.runtime.run_folder import RunFolder, choose, started_by
 from sao.runtime.run_store import RunCheckpointer, RunStore
 from sao.runtime.saved import FINAL
@@ -40,24 +43,29 @@ OUTCOME = "outcome.json"  # how the run ended, for its report
 PROBES = 4  # tasks of each environment that are opened before anything starts
 
 
-def train(config: Config, overrides: Sequence[str] = (), *, started: float | None = None, resume: bool = False) -> int:
+def train(config: Config, overrides: Sequence[str] = (), *, started: float | None = None, resume: bool = False, verb: str = "train") -> int:
     """Run to the end. Returns the process's exit code; mistakes and failures are raised as typed errors.
 
-    started: time.monotonic() from which `perf/first_update_s` counts; now, when it is not given. resume: go on with the run in `run.dir`.
+    started: time.monotonic() from which `perf/first_update_s` counts; now, when it is not given. resume: go on with the run in `run.dir`. verb: by which the user asked.
     """
     started = time.monotonic() if started is None else started
     check_start(config, resume=resume)
+    for caution in cautions(config):
+        print(f"warning: {caution}")
     env_configs = environments(config)
     source = build_source(config, env_configs)
     check_rewards(env_configs, config.reward)
     for env in env_configs:
         check_arguments(env, config.reward)
     held_out = _held_out(config)
+    if config.online.shadow_drop > 0 and not source.held_out(1):
+        raise ConfigError("online.shadow_drop is on, but there are no held-out tasks to evaluate on; set data.eval_path or set it to 0")
     probes = source.probes(PROBES)
     check_scores(env_configs, config.reward, probes)
     model_path = prepare(config)
     renderer = check_tokenizer(config, model_path)
     model = facts(model_path)
+    check_critic(config, model)
     plan = make_plan(config, model, machine())
     check_plan(config, plan, model)
     check_openings(config, env_configs, probes, renderer)
@@ -70,10 +78,10 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
     with RunFolder(choose(config), resume=resume) as folder, _disk_faults(folder.path):
         folder.write_text("config.yaml", to_yaml(config))
         folder.write_text("plan.txt", plan.text() + "\n")
-        command = {"verb": "train", "overrides": list(overrides), "model": model_path, "incarnation": folder.incarnation, "sao": started_by()}
+        command = {"verb": verb, "overrides": list(overrides), "model": model_path, "incarnation": folder.incarnation, "sao": started_by()}
         folder.write_json("command.json", command)
         sweeper.start()
-        observer = RunObserver(folder, config, started)
+        observer = RunObserver(folder, config, started, fetch)
         job = Job(config, source, held_out, model_path, folder, observer)
         folder.write_json(OUTCOME, {"state": "running", "message": ""})
         try:
@@ -83,7 +91,9 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
             observer.close()
             if config.logger.report:
                 print(f"report: {write_report(folder.path)}")
-    print(f"stopped; go on with `sao train resume={folder.path}`" if job.stopped else f"done; look at it with `sao inspect {folder.path}`")
+    for line in closing_lines(folder.path) if config.online.phases else ():
+        print(line)
+    print(f"stopped; go on with `sao {verb} resume={folder.path}`" if job.stopped else f"done; look at it with `sao inspect {folder.path}`")
     return INTERRUPTED if job.stopped else 0
 
 
@@ -129,6 +139,7 @@ class Job:
         self.stopped = False
         self.loop: TrainingLoop | None = None
         self.evaluations: Evaluations | None = None
+        self.guard: Guard | None = None
 
     async def run(self) -> None:
         config, folder, observer = self.config, self.folder, self.observer
@@ -149,6 +160,7 @@ class Job:
             checkpointer = RunCheckpointer(self.store, learner, observer.event)
             loop = TrainingLoop(config, self.source, workers, learner, engines, observer, checkpointer, folder.incarnation)
             observer.attach(loop)
+            loop.guard = self.guard = make_guard(config, learner, loop.ledger, observer, self.source, folder.path / FOLDER)
             if folder.incarnation:
                 await self._go_back(loop, learner)
             self.loop = loop
@@ -163,6 +175,7 @@ class Job:
                     task.cancel()
                 await asyncio.gather(watcher, work, return_exceptions=True)
                 folder.write_json("ledger.json", loop.ledger.audit())
+                observer.settle()
             if loop.complete:
                 observer.phase("writing the final checkpoint")
                 final = folder.path / FOLDER / FINAL
@@ -201,6 +214,9 @@ class Job:
         config = self.config
         async with asyncio.TaskGroup() as group:
             self.evaluations = Evaluations(config, loop, engines, workers, self.held_out, self.observer, group)
+            if self.guard is not None:
+                self.guard.shadow = self.evaluations
+                await self.guard.begin(loop.version)
             self.observer.phase("training")
             if config.eval.at_start and not self.folder.incarnation:
                 await self.evaluations.begin("before")

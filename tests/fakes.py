@@ -13,8 +13,8 @@ from sao.config import Config
 from sao.environment import Task
 from sao.inference.protocol import PublishReport
 from sao.learner.protocol import StepReport
-from sao.loop import StepRow
-from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
+from sao.loop_seams import StepRow
+from sao.rollout.episodes import EpisodeFailure, EpisodeRequest, Loss
 from sao.rollout.staleness import Finished
 from sao.trajectory import EpisodeId, FinishReason, Segment, Trajectory
 
@@ -151,6 +151,7 @@ class SilentObserver:
     def __init__(self) -> None:
         self.rows: list[StepRow] = []
         self.failures: list[tuple[EpisodeFailure, bool]] = []
+        self.losses: list[Loss] = []
 
     def step(self, row: StepRow) -> None:
         self.rows.append(row)
@@ -159,5 +160,8 @@ class SilentObserver:
 
     def failure(self, failure: EpisodeFailure, retried: bool) -> None:
         self.failures.append((failure, retried))
+
+    def lost(self, loss: Loss) -> None:
+        self.losses.append(loss)
 
     def phase(self, text: str) -> None: ...

@@ -101,7 +101,7 @@ async def run_episode(
 
     `environment` is fresh, built for `task`. `sampling` gives the distribution; its `stop` joins the renderer's stop ids, its `max_tokens` gives
     way to `limits`, and its seed, if any, is varied per request. `sandbox` and `ask` reach the environment as Context.sandbox and Context.generate.
-    Raises SystemFailure subclasses with `sampled_tokens` set; UserError passes through; cancellation passes through after closing.
+    Raises SystemFailure subclasses with `sampled_tokens` and `trajectory` set; UserError passes through; cancellation passes through after closing.
     """
     stop = tuple(dict.fromkeys([*renderer.stop_ids, *sampling.stop]))
     episode = _Episode(
@@ -122,6 +122,9 @@ async def run_episode(
             await episode.close()
     except SystemFailure as failure:
         failure.sampled_tokens = episode.log.sampled_tokens
+        if episode.log.total:
+            episode.failure = str(failure)
+            failure.trajectory = episode.trajectory(EpisodeId(*episode_id), admitted_version, FinishReason.failed(failure.reason))
         raise
     return episode.trajectory(EpisodeId(*episode_id), admitted_version, finish)
 
@@ -367,7 +370,7 @@ class _Episode:
             self.failure = f"{self.log.sampled_tokens} tokens were sampled, none with a finite log-prob"
         rewards = [turn.reward for turn in self.turns]
         reward, turn_rewards = sum(rewards), None
-        if len(segments) == 1 and segments[0].action_tokens and any(rewards[:-1]):
+        if finish.kind != "failed" and len(segments) == 1 and segments[0].action_tokens and any(rewards[:-1]):
             turn_rewards = place_turn_rewards(segments[0], [(turn.at, turn.reward) for turn in self.turns])
             reward = float(turn_rewards.sum())
         info: dict[str, Any] = {

@@ -25,6 +25,7 @@ class Problem:
 
     task_id: str
     rewards: tuple[float, ...]
+    workload: str = "default"
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,17 @@ class EvalResult:
                 result[size] = float(np.mean([pass_at_k(n, c, size) for n, c in counts]))
         return result
 
+    def by_workload(self) -> dict[str, float]:
+        """Mean reward of each workload class, over its problems with a finished sample; empty when all tasks are of one class."""
+        names = sorted({problem.workload for problem in self.problems if problem.rewards})
+        means = {name: [float(np.mean(p.rewards)) for p in self.problems if p.rewards and p.workload == name] for name in names}
+        return {name: float(np.mean(values)) for name, values in means.items()} if len(names) > 1 else {}
+
     def record(self) -> dict[str, Any]:
         """The figures, JSON-compatible, without the per-problem rewards."""
-        return {name: value for name, value in asdict(self).items() if name != "problems"}
+        figures = {name: value for name, value in asdict(self).items() if name != "problems"}
+        split = self.by_workload()
+        return figures | {"by_workload": split} if split else figures
 
     def table(self) -> list[dict[str, Any]]:
         """Per problem: its id, and the rewards of its samples."""
@@ -108,7 +117,8 @@ async def evaluate(
     problems = []
     for index, task in enumerate(tasks):
         samples = outcomes[index * samples_per_task : (index + 1) * samples_per_task]
-        problems.append(Problem(task.task_id, tuple(sample.reward for sample in samples if isinstance(sample, TrajectoryMeta))))
+        rewards = tuple(sample.reward for sample in samples if isinstance(sample, TrajectoryMeta))
+        problems.append(Problem(task.task_id, rewards, task.workload))
     means = np.array([np.mean(problem.rewards) for problem in problems if problem.rewards], dtype=np.float64)
     low, high = bootstrap_interval(means, seed=seed)
     return EvalResult(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sao.config import Config, EnvConfig
+from sao.config import Config, EnvConfig, OnlineConfig
 from sao.config_load import LOWEST_TEMPERATURE, check, compose, conf_dir, environments, from_yaml, load_env, overlay
 from sao.environment import Task
 from sao.errors import ConfigError, SystemFailure, UserError
@@ -153,7 +153,9 @@ def _choose_environment(config: Config, name: str) -> Config:
     # In a mixture an environment with a generator takes its tasks from there, and alone it would take data.path, which belongs to another.
     keeps_data = same and not (config.data.mixture and not chosen.data_path and hasattr(load_environment(chosen.target), "generate_payload"))
     data = replace(config.data, mixture={}) if keeps_data else replace(config.data, mixture={}, path="", eval_path="")
-    return replace(config, env=chosen, data=data)
+    return replace(
+        config, env=chosen, data=data, online=config.online if same else OnlineConfig()
+    )  # phases are of the environment they were written for
 
 
 def _for_evaluation(config: Config) -> Config:

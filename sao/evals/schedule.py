@@ -12,14 +12,17 @@ Training's accounting never sees an evaluation: its episodes have their own ordi
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from sao.config import Config
 from sao.environment import Task
 from sao.errors import SystemFailure
 from sao.evals.heldout import EvalResult, evaluate
 from sao.loop import TrainingLoop
+
+ENGINE_POLL_S = 0.5
 
 
 class Lender(Protocol):
@@ -33,6 +36,10 @@ class Lender(Protocol):
 class EngineLender(Lender, Protocol):
     @property
     def live(self) -> tuple[str, ...]: ...
+
+    async def try_on(self, engine: str, weights: Any, version: int) -> None:
+        """Give weights to a lent engine alone, its running requests handed back; the next publication reaches it and ends the loan."""
+        ...
 
 
 class Reporter(Protocol):
@@ -69,6 +76,7 @@ class Evaluations:
         self.reporter = reporter
         self.group = group
         self.running: asyncio.Task[None] | None = None
+        self._borrowed: list[str] = []
         self._seen = loop.version  # of a resumed run, what it goes on from was evaluated when it was published
 
     async def begin(self, name: str) -> None:
@@ -121,6 +129,48 @@ class Evaluations:
                 samples_per_task=self.config.eval.samples if temperature > 0 else 1,
             )
             self.reporter.evaluation(result)
+
+    async def shadow(self, tasks: Sequence[Task], version: int, weights: Any) -> EvalResult:
+        """Evaluate weights that do not serve, at the training temperature, in borrowed engines that the next publication gives back.
+
+        `eval.placement` says which: with hold all of them, and generation for training waits; with replica one, and the others go on. An evaluation
+        that still runs is waited for. What fails is tried once more; raises its SystemFailure then.
+        """
+        if self.running is not None:
+            await asyncio.wait({self.running})
+        try:
+            return await self._shadow(tasks, version, weights)
+        except SystemFailure as failure:
+            self.reporter.evaluation_missed("shadow", version, f"{failure}; it is tried once more")
+            return await self._shadow(tasks, version, weights)
+
+    async def _shadow(self, tasks: Sequence[Task], version: int, weights: Any) -> EvalResult:
+        for _ in range(math.ceil(self.config.engine.start_timeout_s / ENGINE_POLL_S)):
+            if self.engines.live:
+                break
+            await asyncio.sleep(ENGINE_POLL_S)  # the only engine is being replaced
+        borrowed = self.engines.live if self.config.eval.placement == "hold" else self.engines.live[-1:]
+        for engine in borrowed:
+            await self.engines.lend(engine)
+            await self.workers.lend(engine)
+            self._borrowed.append(engine)
+        for engine in borrowed:
+            await self.engines.try_on(engine, weights, version)
+        return await evaluate(
+            self.loop.workers,
+            tasks,
+            name="shadow",
+            version=version,
+            temperature=self.config.rollout.sampling.temperature,
+            concurrency=self.config.engine.max_num_seqs * len(borrowed),
+            seed=self.config.seed,
+        )
+
+    async def served(self) -> None:
+        """What was borrowed has been published to, and trains again."""
+        borrowed, self._borrowed = self._borrowed, []
+        for engine in dict.fromkeys(borrowed):
+            await self.workers.restore(engine)
 
     def stop(self) -> None:
         """Give up the evaluation that runs: the run is ending, and nobody is to wait for it."""

@@ -153,6 +153,8 @@ class _Member:
     tokens: int = 0
     draining: bool = False
     lent: bool = False
+    # Lent to try weights on: how those were loaded. The next publication reaches the engine, has nothing to load if it brings the same, and ends the loan.
+    tried: PublishReport | None = None
 
 
 @dataclass(eq=False)
@@ -273,8 +275,9 @@ class EnginePool:
     async def _choose(self, request: GenerateRequest, avoid: str) -> _Member:
         while not (members := self._open(request.purpose)):
             self._arrival.clear()
+            lent = any(member.lent for member in self._members.values())  # it comes back by itself, however long that takes
             try:
-                await asyncio.wait_for(self._arrival.wait(), self._wait_s)
+                await asyncio.wait_for(self._arrival.wait(), None if lent else self._wait_s)
             except TimeoutError as error:
                 raise EngineFailure(f"no engine to serve request {request.request_id} for {self._wait_s:g} seconds") from error
         candidates = [member for member in members if member.handle.name != avoid] or members
@@ -382,10 +385,27 @@ class EnginePool:
             self._router.forget(name)
             self._arrival.set()
 
+    async def try_on(self, name: str, bundle: Any, version: int) -> None:
+        """Give weights to a lent engine alone. Requests that run there are handed back and go on under the pool's weights, elsewhere or later.
+
+        The next publication reaches the engine too and ends the loan. Raises EngineFailure when it is not lent; one that fails leaves the pool.
+        """
+        async with self._writer:
+            member = self._members.get(name)
+            if member is None or not member.lent:
+                raise EngineFailure(f"engine {name} left the pool before it could try version {version}")
+            try:
+                await member.handle.drain(True)
+                await member.handle.wake()
+                member.tried = await self._bounded_publish(member.handle, bundle, version, None)
+            except SystemFailure as failure:
+                self._expel(member, failure)
+                raise
+
     # -- weights ----------------------------------------------------------------------------------------------------------------------
 
     async def publish(self, bundle: Any, version: int, canary: Canary | None = None, gather_s: float = 0.0) -> list[PublishReport]:
-        """Push to every live engine that is not lent at once; complete when each acknowledged. One that fails leaves the pool.
+        """Push to every live engine that is not lent (one that tries weights on apart) at once; complete when each acknowledged. One that fails leaves the pool.
 
         The weights are kept until the next publication, for engines that join. With no engine left the publication is complete when one has joined
         with them; PublishFailure when none does within `wait_s`.
@@ -393,7 +413,7 @@ class EnginePool:
         async with self._writer:
             if version < self.version:
                 raise PublishFailure(f"the pool has version {self.version}; version {version} is older")
-            members = [member for member in self._members.values() if not member.lent]
+            members = [member for member in self._members.values() if not member.lent or member.tried is not None]
             results = await asyncio.gather(
                 *(self._bounded_publish(member.handle, bundle, version, canary) for member in members), return_exceptions=True
             )
@@ -405,7 +425,12 @@ class EnginePool:
                 elif isinstance(result, BaseException):
                     raise result
                 else:
-                    reports.append(replace(result, gather_s=gather_s))
+                    loaded = member.tried if member.tried is not None and result.tensors == 0 else result
+                    reports.append(replace(loaded, gather_s=gather_s))
+                    if member.tried is not None:
+                        member.lent, member.tried = False, None
+                        self._router.forget(member.handle.name)
+                        self._arrival.set()
             if not reports:
                 self._arrival.clear()
         if not reports:

@@ -24,6 +24,8 @@ TAGS = ("<tool_call>", "</tool_call>")
 # One digit or operator; or a line with its newline; or the rest. A piece never crosses a newline, so that a role name, a system text and a schema
 # encode alike whether they are encoded together or one by one.
 PIECES = r"[0-9+\-*/=]|[^0-9+\-*/=\n]*\n|[^0-9+\-*/=\n]+"
+# The same with every word a piece of its own (its space before it): a word has the same token wherever it stands, so it can be copied.
+WORDS = r"[0-9+\-*/=]|\n| ?[^\W\d_]+|[^\w\n]|_"
 # The bytes of sao.agents.chatml, for other programs that read the directory.
 CHATML = (
     "{%- for message in messages -%}"
@@ -45,6 +47,7 @@ def make(
     environment_args: Mapping[str, Any] | None = None,
     vocab_size: int = 1024,
     demonstrations: int = 300,
+    words: bool = False,
     width: int = 64,
     layers: int = 3,
     heads: int = 4,
@@ -56,10 +59,10 @@ def make(
     """Write a model directory (fp32 weights, tokenizer, chat template, generation config) to `directory`.
 
     environment: package.module:Class whose demonstrations the tokenizer is trained on. vocab_size: an upper bound, the vocabulary holds what those texts
-    need. head_size must be one vLLM supports on CPU (32, 64, ...).
+    need. words: no token spans two words. head_size must be one vLLM supports on CPU (32, 64, ...).
     """
     demonstrator = load_target(environment, "model.factory_args.environment")
-    tokenizer = train_tokenizer(texts(demonstrator, environment_args or {}, demonstrations), vocab_size)
+    tokenizer = train_tokenizer(texts(demonstrator, environment_args or {}, demonstrations), vocab_size, WORDS if words else PIECES)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
@@ -94,11 +97,11 @@ def texts(environment: Any, arguments: Mapping[str, Any], count: int) -> Iterato
             yield f"{message['role']}\n{message['content']}"
 
 
-def train_tokenizer(corpus: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with single digits and operators, ChatML control tokens and the two tags of a tool call."""
+def train_tokenizer(corpus: Iterator[str], vocab_size: int, pieces: str = PIECES) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with single digits and operators, ChatML control tokens and the two tags of a tool call. pieces: what no token crosses."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [pre_tokenizers.Split(Regex(pieces), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import html
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from sao.config import CriticConfig
 from sao.report.curve import smooth
 from sao.report.metrics import Axis
-from sao.report.plots import Series, bar_chart, line_chart
+from sao.report.plots import Series, bar_chart, empty_figure, line_chart
 from sao.report.rundata import RunData
+from sao.report.trust import EXPLAINED, Verdict, untrusted_spans, verdicts
 
 COLORS = ("c1", "c2", "c3", "c4", "c7", "c5", "c6")
 
@@ -19,16 +22,13 @@ def learning(run: RunData) -> str:
     lines = partial(_lines, run)
     truncated = run.series("rollout/truncated_frac")[1]
     cut = f"; {sum(truncated) / len(truncated):.1%} of the trajectories were truncated" if truncated else ""
-    ev_note = "read before the step's critic updates; 1 is perfect"
-    return _grid(
+    return _critic_warning(run) + _grid(
         _reward(run),
         lines("Response length", [("response_length/mean", "mean"), ("response_length/max", "longest")], note="sampled tokens of a trajectory"),
         lines("Turns", [("rollout/turns_mean", "turns, mean")], note=f"per trajectory{cut}", y_range=(0, None)),
         lines("Entropy", [("actor/entropy", "entropy")], note="nats per action token", y_range=(0, None)),
         lines("Gradient norms", [("actor/grad_norm", "policy"), ("critic/grad_norm", "critic")], note="before clipping; log scale", log=True),
-        lines(
-            "Explained variance of the critic", [("critic/vf_explained_var", "explained")], note=ev_note, y_range=(None, 1), rule=(0.0, "a constant")
-        ),
+        _explained(run),
         lines("Critic loss", [("critic/vf_loss", "mean squared error")], note="against the Monte-Carlo return", y_range=(0, None)),
         lines("Policy loss", [("actor/pg_loss", "policy loss")], note="its level means little; its noise does"),
         lines("Learning rates", [("actor/lr", "policy"), ("critic/lr", "critic")], note="log scale", log=True),
@@ -101,6 +101,43 @@ def _reward(run: RunData) -> str:
     within = all(0 <= v <= 1 for s in series for v in s.y)
     note = "mean over the step's trajectories; points are held-out evaluations with their 95 % interval"
     return line_chart("Reward", series, note=note, height=300, wide=True, y_range=(0, 1) if within else (None, None))
+
+
+def _trust(run: RunData) -> tuple[float, list[tuple[float, Verdict]]]:
+    threshold = run.setting("critic.trust_above")
+    threshold = float(threshold) if isinstance(threshold, int | float) else CriticConfig().trust_above
+    return threshold, verdicts(run.axis("train"), threshold)
+
+
+def _critic_warning(run: RunData) -> str:
+    """A banner when the critic was no guide at the end, or while more than half of the actor's steps were taken; nothing for a run without one."""
+    _, found = _trust(run)
+    if not found:
+        return ""
+    moved = {float(r["step"]) for r in run.axis("train") if "actor/pg_loss" in r}
+    blind = sum(step in moved and not verdict.trusted for step, verdict in found)
+    share = f"{blind} of the actor's {len(moved)} steps were taken without a critic to trust."
+    last = found[-1][1]
+    if not last.trusted:
+        text = f"{last.text[0].upper()}{last.text[1:]}. {share if blind else ''}"
+    elif blind > len(moved) / 2:
+        text = f"{last.text[0].upper()}{last.text[1:]} by now, but {share}"
+    else:
+        return ""
+    return f'<div class="outcome banner">{html.escape(text)}</div>'
+
+
+def _explained(run: RunData) -> str:
+    """Explained variance over the steps, with the stretches in which it was too low to trust."""
+    threshold, found = _trust(run)
+    spans = untrusted_spans(found)
+    x, y = run.series(EXPLAINED)
+    title = "Explained variance of the critic"
+    if found and not x:
+        return empty_figure(title, "undefined: every return of every batch was the same")
+    series = [Series("each step", x, y, "c1", "faint"), Series("moving average", x, smooth(y, 0.8), "c1")]
+    note = "read before the step's critic updates; 1 is perfect" + (f"; shaded: not above {threshold:g}" if spans else "")
+    return line_chart(title, series, note=note, y_range=(None, 1), rule=(0.0, "a constant"), shade=spans)
 
 
 def _step_of(run: RunData, version: int) -> float:

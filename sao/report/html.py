@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from sao.report import figures, samples
+from sao.report import figures, online, samples
 from sao.report.live import clock_text
 from sao.report.plots import interval, short, sparkline
 from sao.report.rundata import RunData, load_run
@@ -39,6 +39,8 @@ def render(run: RunData) -> str:
     text = TokenText.find(tokenizer_candidates(run.run_dir, run.config, run.command))
     sections: list[tuple[str, str, str, Callable[[], str]]] = [
         ("learning", "Learning", "Reward on the training tasks, and what policy and critic did to get it.", lambda: figures.learning(run)),
+        *([("online", "The stream", "What is rewarded changes while the run goes on: what each change cost, and what stood guard.", lambda: online.section(run))]
+          if online.concerns(run) else []),
         ("trajectories", "Trajectories", "What the agent wrote, token by token. Point at a token for its training record; open a row to read it.",
          lambda: samples.section(run, text)),
         ("asynchrony", "Asynchrony", "Engines generate while the learner trains. How old the data was, and who waited for whom.", lambda: figures.asynchrony(run)),
@@ -110,7 +112,8 @@ def _cards(run: RunData) -> str:
     ]
     train = run.axis("train")
     wanted = run.setting("train.steps")
-    warmup = run.setting("critic.critic_only_steps", 0) or 0
+    has_critic = any("critic/vf_loss" in row for row in train)
+    warmup = run.setting("critic.critic_only_steps", 0) if has_critic else 0
     version = int(max((r.get("train/version", 0) for r in train), default=0))
     steps = f"{version}<small> of {wanted}</small>" if wanted else str(version)
     cards.append(_card("Actor steps", steps if train else "–", f"and {warmup} of the critic alone" if warmup else "", "third"))
@@ -227,7 +230,7 @@ def _ledger(run: RunData) -> str:
         f'<div class="panel"><div class="tools">{chip}<span>submitted = trained + dropped + in flight, for prompts and for sampled tokens</span></div>'
         f'<div class="flow">{flow}</div><table class="t"><tr><th></th><th class="n">prompts</th><th class="n"></th><th class="n">sampled tokens</th><th></th></tr>{body}'
         f'<tr class="total"><td>submitted / sampled</td><td class="n">{submitted:,}</td><td></td><td class="n">{sampled:,}</td><td></td></tr></table>'
-        f'<p class="note">{note}</p></div>'
+        f'<p class="note">{note} <code>sao inspect RUN --dropped</code> says why, one by one.</p></div>'
     )
 
 

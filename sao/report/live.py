@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import IO, Any, Protocol
 
 from sao.errors import UserError
+from sao.report.trust import Verdict
 
 MODES = ("auto", "rich", "plain")
 DONE = "done"  # the phase of a run that has reached its end
@@ -38,7 +39,10 @@ class LiveState:
     canary_gap: float | None = None  # largest |engine - trainer| log-prob of the latest publication
     response_length: float | None = None
     entropy: float | None = None
+    critic: Verdict | None = None  # None: the algorithm has no critic, or none was trained yet
     dropped: Mapping[str, int] = field(default_factory=dict)
+    refused: int = 0  # versions that shadow evaluation kept from serving
+    rolled_back: int = 0  # roll-backs because reward fell
     accuracy_before: float | None = None
     accuracy_after: float | None = None
 
@@ -153,12 +157,23 @@ def step_line(track: Track) -> str:
     parts.append(f"v{s.version}")
     if s.canary_gap is not None:
         parts.append(f"canary {s.canary_gap:.1e}")
+    if s.critic is not None and not s.critic.trusted:
+        explained = "" if s.critic.explained is None else f" (explains {s.critic.explained:.0%})"
+        parts.append(f"critic not trusted yet{explained}")
     if s.dropped:
         parts.append(f"dropped {dropped_text(s.dropped)}")
+    if guarded := guarded_text(s):
+        parts.append(guarded)
     left = track.left_s()
     if left is not None:
         parts.append(f"{clock_text(left)} left")
     return " | ".join(parts)
+
+
+def guarded_text(state: LiveState) -> str:
+    """What the guard of a stream did; empty while it had nothing to do."""
+    counts = ((state.refused, "refused"), (state.rolled_back, "rolled back"))
+    return ", ".join(f"{count} {what}" for count, what in counts if count)
 
 
 def dropped_text(dropped: Mapping[str, int]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,8 +72,13 @@ def line_chart(
     height: int = 190,
     wide: bool = False,
     rule: tuple[float, str] | None = None,
+    shade: Sequence[tuple[float, float]] = (),
+    marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """A chart of one or more series. `rule` is a labelled horizontal line. Empty series are left out; without any the figure says so."""
+    """A chart of one or more series. `rule` is a labelled horizontal line, `marks` are labelled vertical ones, `shade` stretches of x on a warning ground.
+
+    Empty series are left out; without any the figure says so.
+    """
     stacked = _stack([_thin(s) for s in series if s.style == "stack" and len(s.x)])
     shown = [_thin(s) for s in series if s.style != "stack" and len(s.x)] + stacked
     if log:
@@ -97,13 +102,16 @@ def line_chart(
         share = math.log(y / y0) / math.log(y1 / y0) if log else (y - y0) / (y1 - y0)
         return BOX * (1 - share)
 
-    marks = log_ticks(y0, y1) if log else ticks(y0, y1)
-    shapes = [f'<path class="grid" d="M0 {py(y):.1f}H{BOX:.0f}"/>' for y in marks]
+    levels = log_ticks(y0, y1) if log else ticks(y0, y1)
+    shapes = [_shade(px, max(x0, a - 0.5), min(x1, b + 0.5)) for a, b in shade]
+    shapes += [f'<path class="grid" d="M0 {py(y):.1f}H{BOX:.0f}"/>' for y in levels]
+    shapes += [f'<path class="rule" d="M{px(x):.1f} 0V{BOX:.0f}"/>' for x, _ in marks]
     if rule:
         shapes.append(f'<path class="rule" d="M0 {py(rule[0]):.1f}H{BOX:.0f}"/>')
     for s in [s for s in shown if s.style == "stack"] + [s for s in shown if s.style != "stack"]:
         shapes.append(_shape(s, px, py))
-    labels = [f'<span class="yl" style="top:{py(y) / 10:.2f}%">{short(y)}</span>' for y in marks]
+    labels = [f'<span class="yl" style="top:{py(y) / 10:.2f}%">{short(y)}</span>' for y in levels]
+    labels += [f'<span class="ml" style="left:{px(x) / 10:.2f}%">{html.escape(text)}</span>' for x, text in marks]
     labels += [f'<span class="xl" style="left:{px(x) / 10:.2f}%">{short(x)}</span>' for x in ticks(x0, x1, 8 if wide else 5)]
     if rule:
         labels.append(f'<span class="rl" style="top:{py(rule[0]) / 10:.2f}%">{html.escape(rule[1])}</span>')
@@ -112,6 +120,10 @@ def line_chart(
         "s": [{"n": s.name, "c": s.color, "x": _round(s.x), "y": _round(s.y), "v": [format(v, s.digits) for v in _own(s, stacked)]} for s in shown],
     }  # fmt: skip
     return _figure(title, note, _legend(shown), shapes, labels, data, height, wide, x_label)
+
+
+def _shade(px: Callable[[float], float], begin: float, end: float) -> str:
+    return f'<rect class="shade" x="{px(begin):.1f}" y="0" width="{px(end) - px(begin):.1f}" height="{BOX:.0f}"/>'
 
 
 def bar_chart(

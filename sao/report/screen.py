@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sao.report.curve import braille_curve, smooth, value_range
-from sao.report.live import DONE, Track, clock_text, dropped_text
+from sao.report.live import DONE, Track, clock_text, dropped_text, guarded_text
+from sao.report.trust import Verdict
 
 _REDRAWS_PER_S = 2.0
 _LOG_LINES = 3
@@ -151,6 +152,7 @@ class RichProgress:
             ("buffered", Text().append(f"{s.buffered}", "bold").append(" episodes", style="dim")),
             ("response", _number(s.response_length, ",.1f", unit=" tokens")),
             ("entropy", _number(s.entropy, ".3f", unit=" nats")),
+            ("critic", _critic(s.critic)),
         ]
         table = Table.grid(expand=True, padding=(0, 2, 0, 0))
         for _ in range(columns):
@@ -163,7 +165,9 @@ class RichProgress:
     def _dropped(self) -> Text:
         dropped = self._track.state.dropped
         text = Text(no_wrap=True, overflow="ellipsis").append(f"{'dropped':<14}", "dim")
-        return text.append(dropped_text(dropped), "bold yellow" if any(dropped.values()) else "bold")
+        text.append(dropped_text(dropped), "bold yellow" if any(dropped.values()) else "bold")
+        guarded = guarded_text(self._track.state)
+        return text.append("    versions ", "dim").append(guarded, "bold yellow") if guarded else text
 
     def _bar(self, inner: int) -> Text:
         s, total = self._track.state, max(1, self._track.total_steps)
@@ -177,6 +181,13 @@ class RichProgress:
 
 def _number(value: float | None, spec: str, style: str = "bold", unit: str = "") -> Text:
     return Text().append("–", "dim") if value is None else Text().append(format(value, spec), style).append(unit, "dim")
+
+
+def _critic(verdict: Verdict | None) -> Text:
+    if verdict is None:
+        return Text("–", style="dim")
+    explained = Text("–" if verdict.explained is None else f"{verdict.explained:.0%}", style="bold")
+    return explained.append(" explained", "dim") if verdict.trusted else explained.append(" not trusted yet", "yellow")
 
 
 def _idle(share: float | None) -> Text:

@@ -188,6 +188,11 @@ def read_file(path: Path, episode: int | None = None) -> list[StoredEpisode]:
     return found
 
 
+def read_ordinals(path: Path) -> set[int]:
+    """Ordinals of the episodes of one file, without their tokens. Raises DataError as `read_file` does."""
+    return set(numpy_column(_read(path, ["episode_ordinal"])["episode_ordinal"]).tolist())
+
+
 def _episode_columns(trajectory: Trajectory, step: int, step_version: int) -> dict[str, Any]:
     oldest = trajectory.oldest_version
     return {

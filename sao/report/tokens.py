@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sao.trajectory import Segment
 
 _WINDOW = 8  # tokens decoded before the one in question, enough to complete any character
 
@@ -62,3 +67,33 @@ def tokenizer_candidates(run_dir: Path, config: dict[str, Any], command: dict[st
     model = config.get("model")
     configured = model.get("path", "") if isinstance(model, dict) else ""
     return [run_dir / "checkpoints" / "final" / "policy", str(command.get("model") or ""), str(configured or "")]
+
+
+def makers(segment: Segment, pieces: Sequence[str], messages: Sequence[Mapping[str, Any]] = ()) -> NDArray[np.str_]:
+    """Who made each token: `policy` (sampled), `prompt` and `environment` (a message's text, before and after the first sampled token), `earlier`
+    (a turn of an earlier segment, read again), or `template` (what the chat template puts around them).
+
+    messages: the episode's, with role and content, as `Trajectory.info` keeps them. The text of each is looked for in that of the segment; where none
+    is found, everything before the first sampled token is `prompt` and everything after it that was not sampled is `environment`.
+    """
+    sampled = segment.versions >= 0
+    before = np.cumsum(sampled) == 0
+    lengths = np.array([len(piece) for piece in pieces], np.int64)
+    ends = np.cumsum(lengths)
+    begins = ends - lengths
+    text, at = "".join(pieces), 0
+    made = np.where(sampled, "policy", "template").astype("<U11")
+    found = False
+    for message in messages:
+        content = str(message.get("content") or "")
+        start = text.find(content, at) if content else -1
+        if start < 0:
+            continue
+        at = start + len(content)
+        inside = (ends > start) & (begins < at) & ~sampled
+        if message.get("role") == "assistant":
+            made[inside] = "earlier"
+        else:
+            made[inside] = np.where(before, "prompt", "environment")[inside]
+            found |= bool(inside.any())
+    return made if found else np.where(sampled, "policy", np.where(before, "prompt", "environment"))

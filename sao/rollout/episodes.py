@@ -29,12 +29,37 @@ class EpisodeRequest:
 
 @dataclass(frozen=True)
 class EpisodeFailure:
-    """An attempt that ended without a trajectory. `reason` is what the ledger counts; `tokens` were sampled and are lost."""
+    """An attempt that cannot be trained. `reason` is what the ledger counts; `tokens` were sampled and are lost.
+
+    handle: on what the attempt had written when it failed, for people to look at; it may lead to None.
+    """
 
     episode_id: EpisodeId
     reason: str
     message: str
     tokens: int = 0
+    handle: Any = None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """An attempt or a finished episode that is not trained, for the record of what was dropped.
+
+    step: batches trained when it was lost. version: the weights it was admitted under or, when it had finished, of its oldest token. retried: the same
+    prompt goes on in another attempt. handle: on its trajectory as far as there is one.
+    """
+
+    episode_id: EpisodeId
+    task_id: str
+    environment: str
+    workload: str
+    reason: str
+    message: str
+    tokens: int
+    version: int
+    step: int
+    retried: bool = False
+    handle: Any = None
 
 
 class EpisodeRunner(Protocol):

@@ -42,12 +42,12 @@ class EpisodeWorker:
         )
 
     async def run(self, request: EpisodeRequest) -> tuple[Finished[None] | EpisodeFailure, Trajectory | None]:
-        """Never raises for a failed episode; an exception from here is a bug of ours."""
+        """Never raises for a failed episode; an exception from here is a bug of ours. The trajectory of a failed one goes as far as it had got."""
         try:
             trajectory = await self._episode(request)
         except SystemFailure as failure:
             log.warning("episode %s failed: %s", request.episode_id, failure)
-            return EpisodeFailure(request.episode_id, failure.reason, str(failure), failure.sampled_tokens), None
+            return EpisodeFailure(request.episode_id, failure.reason, str(failure), failure.sampled_tokens), failure.trajectory
         except UserError:
             raise
         except Exception as error:
@@ -55,7 +55,7 @@ class EpisodeWorker:
             return EpisodeFailure(request.episode_id, "internal", f"{type(error).__name__}: {error}"), None
         if trajectory.finish.kind == "failed":
             why = str(trajectory.info.get("failure", trajectory.finish))
-            return EpisodeFailure(request.episode_id, trajectory.finish.detail, why, trajectory.sampled_tokens), None
+            return EpisodeFailure(request.episode_id, trajectory.finish.detail, why, trajectory.sampled_tokens), trajectory
         labelled = replace(trajectory, info={**trajectory.info, "incarnation": request.incarnation})
         return Finished(labelled.meta(), None), labelled
 

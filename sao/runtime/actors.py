@@ -159,8 +159,10 @@ class LearnerActor:
         from sao.learner.learner import TorchLearner
         from sao.report.store import TrajectoryWriter
 
+        self.config, self.model_path, self.run_dir = config, model_path, Path(run_dir)
         self.learner = TorchLearner(config, model_path, total_steps=config.train.steps, check_logprobs=True)
-        self.writer = TrajectoryWriter(Path(run_dir))
+        self.writer = TrajectoryWriter(self.run_dir)
+        self.took_over = self.went_back = False
         self.background = ThreadPoolExecutor(1)
         self.pending: Any = None
 
@@ -172,8 +174,14 @@ class LearnerActor:
 
     def step(self, step: int, *trajectories: Trajectory) -> StepReport:
         """Train one batch. Its file in the run store is written while the next step computes, and is complete when that one returns."""
+        from sao.errors import LearnerFailure
         from sao.learner.protocol import StepReport
+        from sao.runtime.lineage import took_over
 
+        if not self.took_over:
+            with _disk_faults(LearnerFailure, str(self.run_dir), "take another disk, and go on with `sao train resume=RUN`"):
+                took_over(self.run_dir, step, self.config, self.model_path, went_back=self.went_back)
+            self.took_over = True
         version = self.learner.version
         report = self.learner.step(trajectories, step)
         self._written()
@@ -204,6 +212,11 @@ class LearnerActor:
 
     def restore(self, directory: str) -> None:
         self.learner.restore(directory)
+
+    def go_back(self, directory: str, version: int) -> None:
+        self.learner.restore(directory)
+        self.learner.renumber(version)
+        self.took_over, self.went_back = False, True  # the next step is the first of another stretch
 
     def _written(self) -> None:
         """Surface an error of the last background write instead of losing it."""

@@ -149,21 +149,21 @@ def _existing(path: str) -> str:
         raise ConfigError(f"model.path={path} is no local directory and could not be fetched from the hub ({type(error).__name__})") from None
 
 
-def facts(path: str) -> ModelFacts:
-    """Sizes from config.json and the headers of the weight files."""
+def facts(path: str, key: str = "model.path") -> ModelFacts:
+    """Sizes from config.json and the headers of the weight files. `key`: how the configuration names the path."""
     try:
         config = json.loads((Path(path) / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={path}: config.json cannot be read ({type(error).__name__}); name a Hugging Face model directory") from None
+        raise ConfigError(f"{key}={path}: config.json cannot be read ({type(error).__name__}); name a Hugging Face model directory") from None
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"model.path={path} holds no *.safetensors file; convert the checkpoint with save_pretrained")
+        raise ConfigError(f"{key}={path} holds no *.safetensors file; convert the checkpoint with save_pretrained")
     sizes: dict[str, int] = {}
     for file in files:
         try:
             sizes |= _sizes(file)
         except (OSError, ValueError, KeyError, MemoryError) as error:
-            raise ConfigError(f"model.path={path}: {file.name} is damaged ({type(error).__name__}); copy the checkpoint again") from None
+            raise ConfigError(f"{key}={path}: {file.name} is damaged ({type(error).__name__}); copy the checkpoint again") from None
     text = config.get("text_config") or config  # models that also read pictures keep the language model's sizes there
     layers, width, heads = (int(text.get(key) or 0) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     kv_heads = int(text.get("num_key_value_heads") or heads)

@@ -15,11 +15,15 @@ from sao.config import Config, EnvConfig
 from sao.environment import Context, Environment, Task
 from sao.errors import ConfigError, UserError
 from sao.report.wandb_mirror import check_wandb
+from sao.runtime.checkpoints import FOLDER
+from sao.runtime.models import ModelFacts, facts
 from sao.runtime.run_folder import refuse_used
+from sao.runtime.saved import FINAL
 from sao.tasks.source import environment_args, load_environment
 from sao.tasks.target import one_line
 
 RESET_LIMIT_S = 10.0
+VALUE_HEAD = "value_head.safetensors"  # as `sao.learner.models.save_critic` writes it
 
 
 class _TooSlow(Exception):
@@ -31,6 +35,27 @@ def check_start(config: Config, *, resume: bool) -> None:
     if config.run.dir and not resume:
         refuse_used(Path(config.run.dir).expanduser().resolve())
     check_wandb(config.logger.wandb, os.environ)
+
+
+def check_critic(config: Config, model: ModelFacts) -> None:
+    """Refuse a `critic.path` that is no fitted critic of this model. Reads headers alone."""
+    if not config.critic.path:
+        return
+    path = Path(config.critic.path).expanduser()
+    within = path / FOLDER / FINAL / "critic"
+    if (within / VALUE_HEAD).is_file():
+        raise ConfigError(f"critic.path={config.critic.path} is the folder of a run; name its fitted critic, critic.path={within}")
+    if not (path / VALUE_HEAD).is_file():
+        raise ConfigError(
+            f"critic.path={config.critic.path} holds no {VALUE_HEAD}; name the critic of a checkpoint, for instance RUN/{FOLDER}/{FINAL}/critic"
+        )
+    critic = facts(str(path), "critic.path")
+    for name in ("layers", "width", "vocabulary"):
+        theirs, ours = getattr(critic, name), getattr(model, name)
+        if theirs != ours:
+            raise ConfigError(
+                f"critic.path={config.critic.path} is of another model than the policy ({name} {theirs}, the policy's {ours}); fit one by run.phase=critic"
+            )
 
 
 def check_openings(config: Config, env_configs: Sequence[EnvConfig], tasks: Sequence[Task], renderer: Renderer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from sao.errors import EngineFailure, LearnerFailure, SaoError, SystemFailure, WorkerFailure
@@ -15,6 +16,7 @@ from sao.runtime.memory import with_advice
 from sao.runtime.run_store import RunStore
 
 T = TypeVar("T")
+FETCH_S = 5.0
 
 
 async def call(reference: Awaitable[T], actor: str, failure: type[SystemFailure], timeout_s: float, key: str = "") -> T:
@@ -51,6 +53,17 @@ def lost(failure: type[SystemFailure], message: str) -> SystemFailure:
 async def as_coroutine(reference: Awaitable[T]) -> T:
     """asyncio.wait_for takes coroutines; a Ray reference is only awaitable."""
     return await reference
+
+
+def fetch(handle: Any) -> Any:
+    """What lies behind a reference, for the record of what was dropped; None where it is gone with whoever made it. Blocks."""
+    import ray
+    import ray.exceptions as rx
+
+    try:
+        return ray.get(handle, timeout=FETCH_S)
+    except rx.RayError:
+        return None
 
 
 class RemoteEngine:
@@ -138,6 +151,11 @@ class RemoteLearner:
         await self._ask(lambda actor: actor.restore.remote(directory))
         self.steps_done = steps_done
 
+    async def go_back(self, directory: str, version: int) -> None:
+        """Take up the state in `directory` as `version`; the steps done stay done. Engines may be given that number a second time."""
+        await self._ask(lambda actor: actor.go_back.remote(directory, version))
+        await self.on_revived()
+
     async def _ask(self, send: Callable[[Any], Any]) -> Any:
         while True:
             actor = self.cluster.actors[self.name]
@@ -191,7 +209,7 @@ class RemoteWorkers:
                 continue
             finally:
                 self.running[name] -= 1
-            return Finished(outcome.meta, trajectory_ref) if isinstance(outcome, Finished) else outcome
+            return Finished(outcome.meta, trajectory_ref) if isinstance(outcome, Finished) else replace(outcome, handle=trajectory_ref)
 
     async def lend(self, engine: str) -> None:
         """No worker sends a training request to `engine` once this returns; evaluation goes there alone."""

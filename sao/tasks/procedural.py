@@ -23,11 +23,19 @@ def task_seed(seed: int, split: str, index: int) -> int:
 class ProceduralSource:
     """An endless stream from `environment.generate_payload(rng, split, **args)`. The cursor is the index of the next task.
 
-    Raises ConfigError when the class has no generator or the generator refuses `args`, which is tried once here.
+    Raises ConfigError when the class has no generator or the generator refuses `args`, which is tried once here. key: what `args` are called then.
     """
 
     def __init__(
-        self, environment: type, *, name: str, seed: int, args: Mapping[str, Any] | None = None, workload: str = "default", split: str = TRAIN
+        self,
+        environment: type,
+        *,
+        name: str,
+        seed: int,
+        args: Mapping[str, Any] | None = None,
+        workload: str = "default",
+        split: str = TRAIN,
+        key: str = "env.args",
     ) -> None:
         if not callable(getattr(environment, "generate_payload", None)):
             raise ConfigError(f"env={name} makes no tasks of its own; set data.path to a file of tasks")
@@ -39,26 +47,26 @@ class ProceduralSource:
         self._args = dict(args or {})
         self._next = 0
         try:
-            self._make(0, split)
+            self.task(0, split)
         except Exception as error:
-            raise ConfigError(f"env.args={self._args} do not suit the generator of env={name} ({one_line(error)}); mend env.args") from error
+            raise ConfigError(f"{key}={self._args} do not suit the generator of env={name} ({one_line(error)}); mend {key}") from error
 
     @property
     def length(self) -> int | None:
         return None
 
     def next(self) -> Task:
-        task = self._make(self._next, self.split)
+        task = self.task(self._next, self.split)
         self._next += 1
         return task
 
     def held_out(self, n: int) -> list[Task]:
         """The first n tasks of the held-out split; they do not depend on how far training has come."""
-        return [self._make(index, HELD_OUT) for index in range(n)]
+        return [self.task(index, HELD_OUT) for index in range(n)]
 
     def probes(self, n: int) -> list[Task]:
         """The first n training tasks."""
-        return [self._make(index, self.split) for index in range(n)]
+        return [self.task(index, self.split) for index in range(n)]
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self._next}
@@ -69,7 +77,8 @@ class ProceduralSource:
     def metrics(self) -> dict[str, float]:
         return {f"rollout/tasks/{self.name}": float(self._next)}
 
-    def _make(self, index: int, split: str) -> Task:
+    def task(self, index: int, split: str) -> Task:
+        """Task `index` of a split, wherever the cursor stands."""
         payload = self._environment.generate_payload(random.Random(f"{self._seed}/{split}/{index}"), split, **self._args)
         if not isinstance(payload, Mapping) or inspect.iscoroutine(payload):
             raise DataError(f"generate_payload of env={self.name} returned a {type(payload).__name__}; it must return a dict")

@@ -1,7 +1,7 @@
 """Where tasks come from: the protocol, and the sources that a configuration asks for.
 
 Which source an environment gets: rows of its own `env.data_path` if that is set; alone, rows of `data.path` if that is set; in a mixture its
-generator if it has one, else rows of `data.path`; otherwise its generator.
+generator if it has one, else rows of `data.path`; otherwise its generator. With `online.phases` it is a stream from the generator.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from sao.config import Config, EnvConfig, RewardConfig
 from sao.environment import Task
 from sao.errors import ConfigError
+from sao.online.stream import StreamSource
 from sao.tasks.mixture import Mixture, interleave, shares_of
+from sao.tasks.pool import Pool
 from sao.tasks.procedural import ProceduralSource
 from sao.tasks.row_source import RowSource, held_out_of_rows
 from sao.tasks.rows import RowFormat, Rows, open_rows
@@ -64,7 +66,8 @@ def build_source(config: Config, env_configs: Sequence[EnvConfig]) -> TaskSource
     """
     weights = _weights(config, env_configs)
     sources = [_source(config, env, alone=len(env_configs) == 1) for env in env_configs]
-    return Mixture(sources, weights) if weights else sources[0]
+    source: TaskSource = Mixture(sources, weights) if weights else sources[0]
+    return Pool(source, config.data.pool) if config.data.pool else source
 
 
 def build_held_out(config: Config, env_configs: Sequence[EnvConfig], n: int | None = None) -> list[Task]:
@@ -79,11 +82,15 @@ def build_held_out(config: Config, env_configs: Sequence[EnvConfig], n: int | No
 def environment_args(env: EnvConfig, reward: RewardConfig) -> dict[str, Any]:
     """The keyword arguments of an environment class: `env.args`, and `reward` where its constructor takes one.
 
-    Keys of `env.args.reward` win over the run's reward configuration, so that environments of a mixture can have different rewards.
+    A `reward` with a default is given only where a function is named: without one the environment scores by rules of its own. Keys of
+    `env.args.reward` win over the run's reward configuration, so that environments of a mixture can have different rewards.
     """
     args = dict(env.args)
-    if "reward" in inspect.signature(load_environment(env.target)).parameters:
-        args["reward"] = {**asdict(reward), **dict(args.get("reward") or {})}
+    parameter = inspect.signature(load_environment(env.target)).parameters.get("reward")
+    if parameter is not None:
+        values = {**asdict(reward), **dict(args.pop("reward", None) or {})}
+        if values["function"] or parameter.default is inspect.Parameter.empty:
+            args["reward"] = values
     return args
 
 
@@ -149,6 +156,8 @@ def _open(config: Config, path: str, key: str) -> Rows:
 
 
 def _source(config: Config, env: EnvConfig, alone: bool) -> TaskSource:
+    if config.online.phases:
+        return StreamSource(load_environment(env.target), replace(env, args=_generator_args(env)), config.online, seed=config.seed)
     path, key = _task_file(config, env, alone)
     if not path:
         return ProceduralSource(load_environment(env.target), name=env.name, seed=config.seed, args=_generator_args(env), workload=env.workload)
@@ -165,7 +174,7 @@ def _source(config: Config, env: EnvConfig, alone: bool) -> TaskSource:
 
 
 def _held_out(config: Config, env: EnvConfig, alone: bool, n: int) -> list[Task]:
-    path, key = _task_file(config, env, alone)
+    path, key = ("", "") if config.online.phases else _task_file(config, env, alone)
     if not path:
         return _source(config, env, alone).held_out(n)
     eval_path, eval_key = _eval_file(config, env, key)

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from sao.replay.roll import replay
 from tests.system.faults import ROOT, Run, account, gone_within, weights
 from tests.system.scripted_run import options
 
@@ -52,6 +53,10 @@ def test_every_part_is_killed_once_and_the_weights_are_those_of_an_undisturbed_r
     assert whole(folder)["trained"] == 8 * (STEPS + 1)
     assert weights(folder) == weights(calm / "calm")
     assert gone_within(folder, 5) == []
+    for step in (6, STEPS):  # in the stretch of the learner that was lost, and the last of all
+        result = replay(folder, step)
+        assert result.found.bit_equal, result.found.first
+    assert result.weights == [f"step-{STEPS + 1:06d}", "final"] and result.found.notes == []
 
 
 @pytest.mark.long

@@ -115,6 +115,10 @@ def test_the_good_case_passes_and_starts_nothing(project, capsys):
         ("engine.tensor_parallel_size=2", "no GPU"),
         ("critic.freeze=[nothing_matches]", "matches no parameter"),
         ("critic.freeze=['.*']", "freezes every parameter"),
+        ("critic.path=nowhere", "critic.path=nowhere holds no value_head.safetensors; name the critic of a checkpoint"),
+        ("critic.updates=0", "critic.updates=0"),
+        ("critic.freeze=['^model','value_head']", "freezes every parameter"),
+        ("critic.freeze=[lm_head]", "matches no parameter"),
         ("env.args.unknown=1", "env.args"),
         ("rollout.max_tokens=17", "raise rollout.max_tokens above"),
         ("env.target=environments_bad_input:Raises", "env=single_turn cannot open task single_turn/train/0 (ValueError: no database)"),
@@ -249,3 +253,18 @@ def test_a_reward_that_trips_over_an_empty_answer_is_a_warning(project, capsys, 
     assert train(f"reward=reward_that_{name}:score") == 0
     (warning,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert "an empty answer to task single_turn/train/" in warning and says in warning
+
+
+def test_a_critic_path_that_is_no_fitted_critic_of_this_model(project, capsys):
+    from sao.learner.models import load_critic, save_critic
+
+    made = dict(head_init="zero", dtype="float32", attention_name="packed_sdpa")
+    save_critic(load_critic("model", "", **made), project / "critic")
+    assert train("critic.path=critic") == 0
+    capsys.readouterr()
+    refused(train("critic.path=model"), "critic.path=model holds no value_head.safetensors", capsys)
+    shutil.copytree(project / "critic", project / "run/checkpoints/final/critic")
+    refused(train("critic.path=run"), "is the folder of a run; name its fitted critic, critic.path=run/checkpoints/final/critic", capsys)
+    config = json.loads((project / "critic/config.json").read_text())
+    (project / "critic/config.json").write_text(json.dumps(config | {"hidden_size": 32}))
+    refused(train("critic.path=critic"), "is of another model than the policy (width 32, the policy's 16)", capsys)

@@ -34,11 +34,11 @@ def test_a_reader_that_goes_away_ends_the_command_quietly():
 
 @pytest.mark.parametrize(("text", "episode"), [("6674", (6674, None)), ("6674.0", (6674, 0)), ("6674.12", (6674, 12))])
 def test_an_episode_is_named_as_the_table_names_it(text, episode):
-    assert parser().parse_args(["inspect", "run", "--episode", text]).episode == episode
+    assert parser().parse_args(["inspect", "run", text]).episode == episode
 
 
 @pytest.mark.parametrize("text", ["x", "6674.", ".0", "-1", "1.2.3"])
 def test_what_is_no_episode_is_refused(text, capsys):
     with pytest.raises(SystemExit):
-        parser().parse_args(["inspect", "run", f"--episode={text}"])
+        parser().parse_args(["inspect", "run", "--", text])
     assert "is not an episode" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from agents_kit import DONE, TASK, ScriptedEnvironment, ScriptedGenerate, say, u
 from sao.agents.turns import Limits, run_episode
 from sao.environment import StepResult
 from sao.errors import DataError, EngineFailure, EnvironmentFailure, RewardFailure, SystemFailure
-from sao.trajectory import SamplingSpec, Trajectory
+from sao.trajectory import FinishReason, SamplingSpec, Trajectory
 
 
 def episode(renderer, generate, environment, **limits: Any) -> Trajectory:  # type: ignore[no-untyped-def]
@@ -47,6 +47,9 @@ def test_environment_failures_are_typed_and_counted(chatml, second: Any, kind: t
         episode(chatml, ScriptedGenerate([[90, chatml.end]] * 2), environment)
     assert caught.value.sampled_tokens == 4 and environment.closed == 1
     assert pickle.loads(pickle.dumps(caught.value)).sampled_tokens == 4, "the count survives the way to the driver"
+    left = caught.value.trajectory
+    assert left.finish == FinishReason.failed(caught.value.reason) and left.sampled_tokens == left.action_tokens == 4
+    assert left.info["failure"] == str(caught.value) and left.info["messages"][-1]["role"] == "assistant"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +65,7 @@ def test_engine_failures_are_typed_and_counted(chatml, reply: BaseException, mat
     with pytest.raises(EngineFailure, match=match) as caught:
         episode(chatml, ScriptedGenerate([[90, 91, chatml.end], ([92], "drained"), reply]), environment)
     assert caught.value.sampled_tokens == 4 and environment.closed == 1
+    assert caught.value.trajectory.segments[0].sampled_tokens == 4
 
 
 @pytest.mark.parametrize(

@@ -95,3 +95,12 @@ def test_a_record_has_the_figures_and_not_the_table():
 def test_nothing_but_failures_is_an_error_and_no_score():
     with pytest.raises(EnvironmentFailure, match="all 6 episodes failed"):
         ask(Scorer(lambda task, sample: None, k=1))
+
+
+def test_results_are_split_by_workload():
+    tasks = [Task(f"task-{i}", "fake", {"index": i}, workload="ab"[i % 2]) for i in range(6)]
+    scorer = Scorer(lambda index, sample: None if index == 0 else float(index in (2, 3)), k=1)
+    result = run(evaluate(scorer, tasks, name="x", version=0, temperature=1.0, concurrency=6))
+    assert result.by_workload() == {"a": 0.5, "b": pytest.approx(1 / 3)}  # the failed one is left out
+    assert result.record()["by_workload"] == result.by_workload()
+    assert "by_workload" not in ask(Scorer(lambda index, sample: 1.0, k=1)).record()

@@ -306,3 +306,50 @@ def test_a_lent_engine_that_cannot_come_back_leaves():
         return pool.live, [(e.kind, e.engine) for e in events]
 
     assert asyncio.run(run()) == (("a",), [("left", "b")])
+
+
+def test_weights_are_tried_on_in_a_lent_engine_and_serve_nobody():
+    """Requests that run there are handed back and go on once the publication ends the loan, under weights that serve."""
+
+    async def run():
+        engines = [ScriptedEngine("a", tick=1)]
+        driver, worker = pool_of(*engines, wait_s=0.01), pool_of(*engines, wait_s=0.01)
+        training = asyncio.create_task(worker.generate(request("t", budget=40)))
+        await asyncio.sleep(0)
+        await driver.lend("a")
+        await worker.lend("a")
+        await driver.try_on("a", BUNDLE, 1)
+        evaluated = await worker.generate(eval_request("e", pinned=1))
+        await asyncio.sleep(0.05)
+        waits = not training.done()  # longer than wait_s: a lent engine comes back by itself
+        await driver.begin_incarnation(1)
+        reports = await driver.publish(BUNDLE, 1)
+        await worker.restore("a")
+        return evaluated, waits, reports, await training, driver.lent
+
+    evaluated, waits, reports, trained, lent = asyncio.run(run())
+    assert (evaluated.versions == 1).all() and waits
+    assert [(r.engine, r.version) for r in reports] == [("a", 1)] and lent == ()
+    assert len(trained.token_ids) == 40 and set(trained.versions.tolist()) <= {0, 1}
+
+
+def test_a_publication_still_passes_an_engine_by_that_is_lent_for_an_evaluation():
+    async def run():
+        engines = [ScriptedEngine("a"), ScriptedEngine("b")]
+        pool = pool_of(*engines)
+        await pool.lend("b")
+        await pool.lend("a")
+        await pool.try_on("a", BUNDLE, 1)
+        await pool.publish(BUNDLE, 1)
+        return [e.version for e in engines], pool.lent
+
+    assert asyncio.run(run()) == ([1, 0], ("b",))
+
+
+def test_weights_are_not_tried_on_in_an_engine_that_serves():
+    async def run():
+        pool = pool_of(ScriptedEngine("a"))
+        with pytest.raises(EngineFailure, match="left the pool"):
+            await pool.try_on("a", BUNDLE, 1)
+
+    asyncio.run(run())

@@ -214,13 +214,21 @@ def test_gather_carries_every_weight_once_and_the_canary_matches_them(make):
     assert learner.gather()[1].logprobs != canary.logprobs and learner.gather()[1].token_ids == canary.token_ids
 
 
-def test_reset_optimizer_at_publication(make):
-    for reset in (False, True):
-        learner = make(weights__reset_optimizer=reset)
-        learner.step(batch(), 0)
-        learner.gather()
-        assert bool(learner.policy.gradients.optimizer.state) != reset
-        assert learner.critic.gradients.optimizer.state
+def test_reset_optimizer_forgets_the_moments_of_before_a_publication(make):
+    """Whether the weights were really fetched in between makes no difference: a learner that trains old batches again publishes nothing."""
+    moments = {}
+    for name, changes in (
+        ("kept", {}),
+        ("each", {"weights__reset_optimizer": True}),
+        ("second", {"weights__reset_optimizer": True, "weights__publish_every": 2}),
+    ):
+        learner = make(**changes)
+        for step in range(2):
+            learner.step(batch(seed=step), step)
+        state = learner.policy.gradients.optimizer.state
+        moments[name] = {float(s["step"]) for s in state.values()}
+        assert {float(s["step"]) for s in learner.critic.gradients.optimizer.state.values()} == {4.0}
+    assert moments == {"kept": {2.0}, "each": {1.0}, "second": {2.0}}
 
 
 def test_export_loads_again_and_a_critic_can_start_from_it(make, model_path, tmp_path):
@@ -309,6 +317,22 @@ def test_a_batch_with_nothing_to_train_changes_nothing(make):
     assert report.version == 0 and not moved(policy, learner.policy.model) and "actor/pg_loss" not in report.metrics
     assert all(math.isfinite(v) for v in report.metrics.values())
     assert learner.step([], 1).version == 0
+
+
+def test_going_back_keeps_the_count_of_versions(make, tmp_path):
+    """The state of version 1 comes back as version 3: its weights, its moments, and the numbers go on from there, also through a checkpoint."""
+    learner, other = make(), make()
+    learner.step(batch(), 0)
+    learner.save(str(tmp_path / "good"))
+    kept = weights(learner.policy.model)
+    for step in (1, 2):
+        learner.step(batch(), step)
+    learner.restore(str(tmp_path / "good"))
+    learner.renumber(3)
+    assert not moved(kept, learner.policy.model) and learner.version == 3 and learner.policy.gradients.steps == 1
+    learner.save(str(tmp_path / "later"))
+    other.restore(str(tmp_path / "later"))
+    assert learner.step(batch(), 3).version == other.step(batch(), 3).version == 4
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 from fake_run import make_run
-from rich.console import Console
 
-from sao.errors import UserError
 from sao.report.html import render, write_report
-from sao.report.inspect import main as inspect
 from sao.report.plots import Series, bar_chart, line_chart, log_ticks, short, ticks
 from sao.report.rundata import RunData, load_run
 from sao.report.tokens import TokenText
@@ -185,30 +182,3 @@ def test_tokens_join_to_the_text_even_inside_a_character(tmp_path: Path) -> None
     pieces = text.pieces(ids)
     assert len(pieces) == len(ids) and "".join(pieces) == words and "🙂" in pieces
     assert TokenText.find([]).pieces([5, 7]) == ["5 ", "7 "]
-
-
-def test_inspect_lists_a_step_and_shows_an_episode(run_dir: Path) -> None:
-    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    inspect(run_dir, console=console)
-    inspect(run_dir, step=3, console=console)
-    text = console.export_text()
-    assert "step 16 of 0..16: 32 trajectories" in text and "step 3 of 0..16" in text and "98.0" in text
-    inspect(run_dir, episode=98, console=console)
-    text = console.export_text()
-    for word in ("episode 98.0", "task train/98", "Use the calculator.", "trained", "observation", "advantage", "info"):
-        assert word in text
-    inspect(run_dir, episode=98, attempt=0, console=console)
-    assert "episode 98.0" in console.export_text()
-    with pytest.raises(UserError, match=r"--episode 98\.7 was not trained; its attempt 0 was"):
-        inspect(run_dir, episode=98, attempt=7, console=console)
-
-
-def test_inspect_names_what_is_not_there(run_dir: Path, tmp_path: Path) -> None:
-    for arguments, message in (
-        ((tmp_path,), "holds no stored trajectories"),
-        ((run_dir, 99), "--step 99 is not stored"),
-        ((run_dir, None, 10**6), "--episode 1000000 is not among"),
-        ((run_dir, 0, 300), "was not trained in step 0"),
-    ):
-        with pytest.raises(UserError, match=message):
-            inspect(*arguments)

@@ -1,0 +1,239 @@
+"""What stands between new weights and the engines: shadow evaluation and roll-back.
+
+The loop asks the guard about every version before it is published. The guard refuses one
+
+    because its held-out mean, measured in borrowed engines while nobody is served by it, is `online.shadow_drop` or more below that of the weights
+    that serve (of the same phase: after a change there is nothing to compare with, and the first version passes), or
+    because the mean of the last `online.rollback_window` training rewards is `online.rollback_fall` or more below its best.
+
+Either way the refused weights never serve, and the learner goes back to the last good ones: policy, critic and both optimisers, from `checkpoints/good`.
+Version numbers do not go back: the restored weights take the number of the refused ones (under a new incarnation, because a borrowed engine has seen
+it), so the staleness of what is in flight is what it would have been, and nothing is thrown away for it. The batches trained since are dropped in the
+ledger as `rolled_back`, and the loop takes a checkpoint, so that no recovery trains them again.
+
+A version is kept as a candidate when it passes, and becomes good when `rollback_window` rewards of episodes sampled entirely under it or later have a
+mean that is no fall; without roll-back on reward, at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from sao.config import Config, OnlineConfig
+from sao.environment import Task
+from sao.evals.heldout import EvalResult
+from sao.ledger import Ledger
+from sao.runtime.checkpoints import STATE
+from sao.tasks.source import TaskSource
+from sao.trajectory import TrajectoryMeta
+
+KEEP_EVERY = 5  # versions between states kept to go back to
+
+
+class FallWatch:
+    """Moving mean of the last `window` rewards against its best. Plain object, in the order rewards are trained."""
+
+    def __init__(self, window: int, fall: float) -> None:
+        self.window, self.fall = window, fall
+        self.rewards: deque[float] = deque(maxlen=window)
+        self.best: float | None = None
+
+    @property
+    def mean(self) -> float | None:
+        """None until the window is full."""
+        return sum(self.rewards) / len(self.rewards) if len(self.rewards) == self.window else None
+
+    def see(self, rewards: Sequence[float]) -> None:
+        self.rewards.extend(rewards)
+        mean = self.mean
+        if mean is not None and (self.best is None or mean > self.best):
+            self.best = mean
+
+    def is_fall(self, mean: float | None) -> bool:
+        """Whether a mean is so far below the best that it counts; never when the watch is off or has no best yet."""
+        return self.fall > 0 and mean is not None and self.best is not None and self.best - mean >= self.fall
+
+    @property
+    def fallen(self) -> bool:
+        return self.is_fall(self.mean)
+
+    def reset(self) -> None:
+        """Begin anew: what was reached before is no measure any more."""
+        self.rewards.clear()
+        self.best = None
+
+
+class Shadow(Protocol):
+    """Evaluates weights that do not serve yet (`sao.evals.schedule.Evaluations`)."""
+
+    async def shadow(self, tasks: Sequence[Task], version: int, weights: Any) -> EvalResult: ...
+
+    async def served(self) -> None: ...
+
+
+class KeptLearner(Protocol):
+    """What the guard needs of the learner (`sao.runtime.remote.RemoteLearner`)."""
+
+    async def save(self, directory: str, buffered: Sequence[Any]) -> None: ...
+
+    async def go_back(self, directory: str, version: int) -> None: ...
+
+
+class Reporter(Protocol):
+    def event(self, text: str) -> None: ...
+
+    def shadow(self, result: EvalResult, against: float | None, passed: bool) -> None: ...
+
+
+class Guard:
+    """One per run. folder: the run's checkpoints. tasks: held-out tasks of every phase. `shadow` is set before the first version comes."""
+
+    shadow: Shadow
+
+    def __init__(self, online: OnlineConfig, learner: KeptLearner, ledger: Ledger, reporter: Reporter, tasks: Sequence[Task], folder: Path) -> None:
+        self.online = online
+        self.learner, self.ledger, self.reporter = learner, ledger, reporter
+        self.tasks = tasks
+        self.good, self.candidate = folder / "good", folder / "candidate"
+        self.watch = FallWatch(online.rollback_window, online.rollback_fall)
+        self.counts: Counter[str] = Counter({"refused": 0, "rolled_back": 0})
+        self.serving: tuple[str, float] | None = None  # phase and held-out mean of the weights that serve
+        self.phase = ""
+        self.kept_version = 0
+        self._proof: deque[float] = deque(maxlen=online.rollback_window)  # rewards under the candidate
+        self._pending: int | None = None
+        self._shadow_s = 0.0
+
+    async def begin(self, version: int) -> None:
+        """Keep what the run starts with, unless an earlier sitting has kept something."""
+        if not (self.good / STATE).exists():
+            await self._keep(self.good, version)
+
+    def saw(self, batch: Sequence[TrajectoryMeta]) -> None:
+        """A batch was trained."""
+        self.phase = Counter(meta.workload for meta in batch).most_common(1)[0][0]
+        self.watch.see([meta.reward for meta in batch])
+        if self._pending is not None:
+            self._proof.extend(meta.reward for meta in batch if meta.oldest_version >= self._pending)
+
+    async def passes(self, version: int, weights: Any) -> bool:
+        """Whether these weights may serve. weights: the learner's handle on them."""
+        if self.watch.fallen:
+            self.counts["rolled_back"] += 1
+            self.reporter.event(
+                f"reward fell: {self.watch.mean:.3f} over the last {self.watch.window} rewards, best {self.watch.best:.3f}; "
+                f"version {version} is undone (online.rollback_fall={self.online.rollback_fall:g})"
+            )
+            self.watch.reset()
+            return False
+        if self.online.shadow_drop > 0 and not await self._passes_shadow(version, weights):
+            self.counts["refused"] += 1
+            return False
+        self._settle_candidate()
+        if self._pending is None and version >= self.kept_version + KEEP_EVERY:
+            await self._keep(self.candidate, version)
+            self.kept_version = self._pending = version
+            self._proof.clear()
+            self._settle_candidate()
+        return True
+
+    async def go_back(self, version: int) -> Mapping[str, Any]:
+        """The learner holds the last good weights again, as `version`. Returns the ledger's mark of the moment they were made."""
+        state = json.loads((self.good / STATE).read_text())
+        await self.learner.go_back(str(self.good), version)
+        self.reporter.event(f"went back to the weights of version {state['version']}, which serve as version {version}")
+        self.kept_version, self._pending = version, None
+        self._proof.clear()
+        mark: Mapping[str, Any] = state["ledger"]
+        return mark
+
+    async def published(self) -> None:
+        """The engines have what was decided; borrowed ones serve again."""
+        await self.shadow.served()
+
+    def metrics(self) -> dict[str, float]:
+        """Counted since the run began; the mean is left out until its window is full."""
+        values = {f"online/{name}": float(count) for name, count in self.counts.items()}
+        values |= {"online/reward_mean": self.watch.mean} if self.watch.mean is not None else {}
+        if self.online.shadow_drop > 0:
+            values["timing_s/shadow"] = self._shadow_s
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "counts": dict(self.counts),
+            "rewards": list(self.watch.rewards),
+            "best": self.watch.best,
+            "serving": self.serving,
+            "kept_version": self.kept_version,
+            "pending": self._pending,
+            "proof": list(self._proof),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.counts = Counter(state["counts"])
+        self.watch.reset()
+        self.watch.rewards.extend(state["rewards"])
+        self.watch.best = state["best"]
+        self.serving = tuple(state["serving"]) if state["serving"] else None
+        self.kept_version, self._pending = state["kept_version"], state["pending"]
+        self._proof.clear()
+        self._proof.extend(state["proof"])
+
+    async def _passes_shadow(self, version: int, weights: Any) -> bool:
+        """Measure `version` on the held-out tasks of the present phase, against the weights that serve."""
+        started = time.monotonic()
+        tasks = [task for task in self.tasks if task.workload == self.phase] or self.tasks
+        result = await self.shadow.shadow(tasks[: self.online.shadow_tasks], version, weights)
+        self._shadow_s = time.monotonic() - started
+        against = self.serving[1] if self.serving is not None and self.serving[0] == self.phase else None
+        passed = against is None or against - result.mean < self.online.shadow_drop
+        self.reporter.shadow(result, against, passed)
+        if passed:
+            self.serving = (self.phase, result.mean)
+        return passed
+
+    def _settle_candidate(self) -> None:
+        """Make the candidate good once it has proved itself; let it go when it proved bad."""
+        if self._pending is None:
+            return
+        if self.online.rollback_fall > 0:
+            if len(self._proof) < self.watch.window:
+                return
+            if self.watch.is_fall(sum(self._proof) / len(self._proof)):
+                self._pending = None
+                return
+        self._pending = None
+        _replace(self.candidate, self.good)
+
+    async def _keep(self, folder: Path, version: int) -> None:
+        """The learner's state and the ledger's mark, whole or not at all."""
+        scratch = folder.with_name(f".making-{folder.name}")
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        await self.learner.save(str(scratch), [])
+        (scratch / STATE).write_text(json.dumps({"version": version, "ledger": self.ledger.mark()}))
+        _replace(scratch, folder)
+
+
+def make_guard(config: Config, learner: KeptLearner, ledger: Ledger, reporter: Reporter, source: TaskSource, folder: Path) -> Guard | None:
+    """The guard that a configuration asks for, or None."""
+    online = config.online
+    if online.shadow_drop == 0 and online.rollback_fall == 0:
+        return None
+    regimes = len({phase.name for phase in online.phases}) or 1
+    tasks = source.held_out(online.shadow_tasks * regimes) if online.shadow_drop > 0 else []
+    return Guard(online, learner, ledger, reporter, tasks, folder)
+
+
+def _replace(source: Path, target: Path) -> None:
+    """Move a folder over another. A crash between the two steps leaves `source`, and a run that then finds no target keeps its state anew."""
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(source, target)
