@@ -47,6 +47,10 @@ def test_the_learner_holds_weights_gradients_moments_and_kept_versions():
     assert parts["policy"] == 4 * 400
     assert parts["critic"] == 360 + 3 * 260, "no head; attention frozen: weights only"
     assert parts["kept versions"] == 3 * 400 and parts["bundle"] == 400
+    config.algo.advantage = "batch_mean"
+    assert "critic" not in learner_parts(config, model(), on_gpu=False)
+    assert "policy and critic" not in make_plan(config, model(), HERE).text()
+    config.algo.advantage = "gae"
     config.critic.freeze = []
     assert learner_parts(config, model(), on_gpu=False)["critic"] == 4 * 360
     config.rollout.staleness = 4
