@@ -76,6 +76,7 @@ SOURCE = Path(sao.__file__).parent
         (["algo=single_dis", "run.phase=critic"], "trains no critic; choose algo=sao"),
         (["algo=single_dis", "critic.path=there"], "trains no critic; empty it"),
         (["critic.updates=0"], "a critic that is never trained"),
+        (["algo=vapo", "algo.denominator=accepted"], "set all"),
         (["algo=grpo", "rollout.rollouts_per_prompt=1"], "set rollout.rollouts_per_prompt to 2 or more"),
         (["algo=grpo", "train.batch_size=12"], "train.batch_size=12 must be a multiple of rollout.rollouts_per_prompt=8"),
         (["algo=grpo", "rollout.max_running=4"], "less than one group"),
