@@ -39,8 +39,12 @@ class CheckpointConfig:
 class AlgoConfig:
     """SAO (arXiv 2607.07508). Comments name the alternatives; defaults are the paper's or ours where it is silent."""
 
-    name: str = "sao"
-    eps_low: float = 0.3
+    name: str = "sao"  # what the report calls it
+    loss: str = "dis"  # dis | reinforce | ppo_clip | tis | icepop | vapo | package.module:function
+    loss_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of a loss other than dis
+    advantage: str = "gae"  # gae (the critic's) | group | running_mean | batch_mean | outcome | package.module:function
+    advantage_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of an advantage other than gae
+    eps_low: float = 0.3  # of dis: epsilons, not bounds; ratios in (1 - eps_low, 1 + eps_high) count
     eps_high: float = 5.0
     detach_ratio: bool = True  # false: differentiate f(r) too (the literal reading; reverses the sign where p < 1/e)
     denominator: str = "all"  # all | accepted: which action tokens of the whole batch divide the policy loss
@@ -124,7 +128,7 @@ class SamplingConfig:
 class RolloutConfig:
     staleness: int = 4  # tau: actor steps a trajectory may lag; kept at equality. 0: synchronous
     overdue: str = "wait"  # wait | drop
-    rollouts_per_prompt: int = 1  # SAO uses one
+    rollouts_per_prompt: int = 1  # SAO uses one; n: groups of n, trained whole, for algo.advantage=group
     workers: int = 1  # episode worker actors
     max_running: int = 0  # most episodes running at once; 0: as many as the staleness rules admit
     retries: int = 1  # fresh attempts after an environment or infrastructure failure
@@ -154,6 +158,7 @@ class DataConfig:
     prompt_column: str = "prompt"
     max_prompt_chars: int = 200_000
     shuffle: bool = True
+    pool: int = 0  # only the first N tasks are drawn, over and over; 0: all
     mixture: dict[str, float] = field(default_factory=dict)  # conf/env name -> weight; empty: `env` alone
 
 

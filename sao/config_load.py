@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from sao.config import Config, EnvConfig, OptimizerConfig
+from sao.config_algo import check_algorithm
 from sao.config_messages import explain
 from sao.errors import ConfigError
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "run.phase": ("rl", "critic"),
     "run.progress": ("auto", "rich", "plain"),
-    "algo.name": ("sao",),
     "algo.denominator": ("all", "accepted"),
     "algo.lambda_length": ("tokens", "turns"),
     "algo.value_level": ("token", "step_mean", "step_last"),
@@ -44,7 +44,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 # Groups whose choice must not be silently shadowed by a free-form mapping: keys below these are the user's own.
-OPEN_KEYS = ("env.args", "model.factory_args", "data.mixture")
+OPEN_KEYS = ("env.args", "model.factory_args", "data.mixture", "algo.loss_args", "algo.advantage_args")
 
 LOWEST_TEMPERATURE = 0.01  # below it vLLM's softmax overflows; 0 is greedy
 
@@ -128,6 +128,8 @@ def _precheck(overrides: Sequence[str]) -> None:
                 form = ", or write env=package.module:Class for a class of yours" if key == "env" else ""
                 raise ConfigError(f"{key}={value} names no file conf/{key}/{value}.yaml; {hint}{form}")
             continue
+        if key == "algo.name" and override.value() in groups["algo"]:
+            raise ConfigError(f"algo.name={override.value()} would only call the algorithm so; choose it with algo={override.value()}")
         if not _is_known(key):
             section = any(k.startswith(f"{key}.") for k in leaf_keys())
             if section:
@@ -194,13 +196,22 @@ def overlay(config: Config, overrides: Sequence[str]) -> Config:
                     not hasattr(config, key),
                     f"{key}={override.value()} composes a whole configuration, and this one is resolved already; set single keys",
                 )
-                node = OmegaConf.merge(node, {key: OmegaConf.load(conf_dir() / key / f"{override.value()}.yaml")})
+                node = OmegaConf.merge(node, _choice(key, str(override.value())))
             else:
                 OmegaConf.update(node, key, override.value(), force_add=True)
         OmegaConf.resolve(node)
         return cast(Config, OmegaConf.to_object(node))
     except OmegaConfBaseException as error:
         raise ConfigError(_one_sentence(error)) from None
+
+
+def _choice(group: str, name: str) -> Any:
+    """conf/<group>/<name>.yaml as a piece of the whole configuration: below its group, or whole where its header says so (an algorithm's)."""
+    from omegaconf import OmegaConf
+
+    path = conf_dir() / group / f"{name}.yaml"
+    piece = OmegaConf.load(path)
+    return piece if path.read_text().startswith("# @package _global_") else {group: piece}
 
 
 @functools.cache
@@ -299,6 +310,7 @@ def check(config: Config, *, training: bool = True) -> None:
     _check_ranges(config)
     if training:
         _check_sampling(config)
+        check_algorithm(config)
     else:
         _check_evaluation_sampling(config)
     _check_combinations(config, training)
@@ -313,7 +325,7 @@ def _check_ranges(config: Config) -> None:
         "train.steps", "train.batch_size", "engine.replicas", "engine.max_num_seqs", "engine.threads", "engine.tensor_parallel_size", "engine.kv_cache_mb",
         "engine.start_timeout_s", "engine.request_timeout_s", "engine.canary_tolerance", "weights.publish_every", "rollout.workers", "rollout.time_limit_s",
         "rollout.max_turns", "rollout.max_turn_tokens", "rollout.max_tokens", "rollout.observation_limit", "data.max_prompt_chars", "learner.tokens_per_micro_batch",
-        "learner.threads", "learner.timeout_s", "reward.timeout_s", "reward.processes", "eval.tasks", "eval.samples", "algo.eps_high", "algo.alpha", "critic.updates",
+        "learner.threads", "learner.timeout_s", "reward.timeout_s", "reward.processes", "eval.tasks", "eval.samples", "algo.alpha",
         "warmstart.steps", "warmstart.batch_size", "launcher.silence_s", "checkpoint.keep",
     )  # fmt: skip
     for key in positive:
@@ -328,6 +340,7 @@ def _check_ranges(config: Config) -> None:
         "algo.kl_coef",
         "algo.entropy_coef",
         "algo.whiten_patience",
+        "data.pool",
         "launcher.num_cpus",
         "launcher.restarts",
         "checkpoint.every",
@@ -338,12 +351,6 @@ def _check_ranges(config: Config) -> None:
     shares = ("algo.gamma", "algo.lambda_critic", "warmstart.clean_share", "engine.gpu_memory_utilization")
     for key in shares:
         _refuse(not 0 <= value_of(config, key) <= 1, f"{key}={value_of(config, key)} must lie in [0, 1]")
-    _refuse(
-        not 0 < config.algo.eps_low <= 1,
-        f"algo.eps_low={config.algo.eps_low} must lie in (0, 1]: it is an epsilon, the lower bound of the ratio is 1 - eps_low",
-    )
-    if config.algo.lambda_policy is not None:
-        _refuse(not 0 <= config.algo.lambda_policy <= 1, f"algo.lambda_policy={config.algo.lambda_policy} must lie in [0, 1] or be null")
     for name, optimizer in (("policy", config.optim.policy), ("critic", config.optim.critic)):
         _check_optimizer(f"optim.{name}", optimizer)
     for name, weight in config.data.mixture.items():
@@ -391,10 +398,6 @@ def _check_evaluation_sampling(config: Config) -> None:
 def _check_combinations(config: Config, training: bool) -> None:
     rollout, every = config.rollout, config.weights.publish_every
     _refuse(
-        rollout.rollouts_per_prompt != 1,
-        f"rollout.rollouts_per_prompt={rollout.rollouts_per_prompt} is refused with algo.name=sao, which uses one rollout per prompt (set 1)",
-    )
-    _refuse(
         rollout.staleness < every - 1,
         f"weights.publish_every={every} needs rollout.staleness >= {every - 1}, which is {rollout.staleness}: episodes would be stale before new weights arrive",
     )
@@ -417,10 +420,6 @@ def _check_combinations(config: Config, training: bool) -> None:
     _refuse(
         bool(config.reward.function) and config.reward.timeout_s >= rollout.time_limit_s,
         f"reward.timeout_s={config.reward.timeout_s:g} must be below rollout.time_limit_s={rollout.time_limit_s:g}, or no reward can time out before its episode does",
-    )
-    _refuse(
-        not config.algo.skip_observation and config.algo.value_level != "token",
-        f"algo.value_level={config.algo.value_level} needs algo.skip_observation=true: step-level values are per turn",
     )
     _refuse(config.engine.max_model_len < 0, f"engine.max_model_len={config.engine.max_model_len} must not be negative (0 is the model's own limit)")
     for pattern in config.critic.freeze:

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from sao.algorithms.catalogue import critic_only_steps
 from sao.config import Config
 from sao.environment import Task
 from sao.errors import EnvironmentFailure, LearnerFailure
@@ -98,7 +99,7 @@ class StepRow:
 
 def total_batches(config: Config) -> int:
     """Training steps of a whole run, those included that train the critic alone."""
-    return config.train.steps + (0 if config.run.phase == "critic" else config.critic.critic_only_steps)
+    return config.train.steps + (0 if config.run.phase == "critic" else critic_only_steps(config))
 
 
 class TrainingLoop:
@@ -130,7 +131,7 @@ class TrainingLoop:
         self.batches_done = 0
         self.max_staleness = 0
         self.total_batches = total_batches(config)
-        self.actor_from = self.total_batches if config.run.phase == "critic" else config.critic.critic_only_steps
+        self.actor_from = self.total_batches if config.run.phase == "critic" else critic_only_steps(config)
         self._next_ordinal = 0
         self._failures_in_a_row = 0
         self._changed = asyncio.Event()

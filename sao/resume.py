@@ -14,7 +14,20 @@ from sao.runtime.saved import batches_done, final_step, run_folder
 
 PREFIX = "resume="
 # What the trained weights, the account of prompts and the staleness bound rest on. Everything else may differ from one sitting to the next.
-FIXED = ("seed", "run.", "train.batch_size", "algo.", "model.", "critic.", "env.", "data.", "rollout.staleness", "rollout.overdue", "warmstart.")
+FIXED = (
+    "seed",
+    "run.",
+    "train.batch_size",
+    "algo.",
+    "model.",
+    "critic.",
+    "env.",
+    "data.",
+    "rollout.staleness",
+    "rollout.overdue",
+    "rollout.rollouts_per_prompt",
+    "warmstart.",
+)
 
 
 def split(overrides: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sao.config import Config
+from sao.config_algo import cautions
 from sao.config_load import environments, to_yaml
 from sao.environment import Task
 from sao.errors import ConfigError, SaoError, SystemFailure
@@ -47,6 +48,8 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
     """
     started = time.monotonic() if started is None else started
     check_start(config, resume=resume)
+    for caution in cautions(config):
+        print(f"warning: {caution}")
     env_configs = environments(config)
     source = build_source(config, env_configs)
     check_rewards(env_configs, config.reward)

@@ -25,6 +25,7 @@ def ratio_metrics(
     high: Tensor,
     gaps: Tensor | None = None,
     *,
+    weights: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
     """Statistics of r = exp(log_ratio) over the counted tokens of a whole batch.
@@ -33,6 +34,7 @@ def ratio_metrics(
         log_ratio: log pi_theta - log pi_rollout, any shape; ignored where not counted.
         counted: bool, tokens in the loss's denominator; low, high: bool, rejected below and above the band.
         gaps: int, trainer version minus the version the token was sampled under; None leaves the split out.
+        weights: the factor each token's gradient was given, 0 where rejected; None: r inside the band.
         group: joins ranks.
 
     Returns:
@@ -44,7 +46,7 @@ def ratio_metrics(
     zero = torch.zeros((), dtype=torch.float64, device=counted.device)
     log_r = torch.where(counted, log_ratio.detach().reshape(-1).double(), zero).clamp(-1e6, 1e6)
     ratio = log_r.clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp()
-    weight = torch.where(counted & ~low & ~high, ratio, zero)
+    weight = torch.where(counted & ~low & ~high, ratio if weights is None else weights.detach().reshape(-1).double(), zero)
     edges = torch.tensor(GAP_EDGES, device=counted.device)
     bucket = torch.zeros_like(counted, dtype=torch.long) if gaps is None else torch.bucketize(gaps.reshape(-1).long(), edges)
     keep = counted.double()

@@ -28,7 +28,9 @@ class LossInputs:
     """What any policy loss may read; all tensors share one shape (flat [N] in the learner).
 
     logprobs: log pi_theta with gradient. behaviour: logged at sampling, NaN where missing. advantages: no gradient. mask: bool, action tokens.
-    old, reference: log-probs under an earlier policy and under the initial one, for losses that need them. versions: int, weights sampled under.
+    old: the trainer's own log-probs under the weights that sampled each token, NaN where those are no longer known; None unless the loss asks for
+    them. reference: under the initial policy. versions: int, weights sampled under. outcomes: the reward of each token's episode.
+    positive_share: share of the action tokens of the whole optimiser batch, over all ranks, whose outcome is above 0.
     """
 
     logprobs: Tensor
@@ -38,13 +40,16 @@ class LossInputs:
     old: Tensor | None = None
     reference: Tensor | None = None
     versions: Tensor | None = None
+    outcomes: Tensor | None = None
+    positive_share: float = 0.0
 
 
 class TokenLoss(NamedTuple):
     """A loss before normalisation, and each token's fate.
 
     total: scalar, the SUM over tokens (to be minimised), with graph. counted: bool, action tokens with finite log-probs, the denominator `all`.
-    accepted, low, high: bool, disjoint, together `counted`. log_ratio: detached, 0 where not counted.
+    accepted, low, high: bool, disjoint, together `counted`; a token in low or high gives no gradient. log_ratio: log pi_theta - log pi_rollout,
+    detached, 0 where not counted. weight: the detached factor of A * grad log pi, 0 where nothing was accepted; None where it is the ratio itself.
     """
 
     total: Tensor
@@ -53,6 +58,11 @@ class TokenLoss(NamedTuple):
     low: Tensor
     high: Tensor
     log_ratio: Tensor
+    weight: Tensor | None = None
+
+    def weights(self) -> Tensor:
+        """`weight`, or the ratio of the accepted tokens (at most exp(20), as in all metrics)."""
+        return torch.where(self.accepted, self.log_ratio.clamp_max(LOG_RATIO_CAP).exp(), 0.0) if self.weight is None else self.weight
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
@@ -60,10 +70,42 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _countable(inputs: LossInputs) -> Tensor:
-    """Action tokens whose ratio is defined. A trained log-prob of -inf is a legitimate probability of 0; NaN and +inf are not log-probs."""
-    trained = inputs.logprobs.detach()
-    return inputs.mask.bool() & torch.isfinite(inputs.behaviour) & ~torch.isnan(trained) & (trained != math.inf)
+class Terms(NamedTuple):
+    """What every loss starts from, at least float32, all of one shape.
+
+    logprobs (with graph) and advantages: 0 where not counted. counted: bool. log_ratio: log pi_theta - log pi_rollout, detached, 0 where not counted.
+    impossible: bool, counted tokens of trained probability 0; their log-prob here is 0, since no loss can take its gradient.
+    """
+
+    logprobs: Tensor
+    advantages: Tensor
+    counted: Tensor
+    log_ratio: Tensor
+    impossible: Tensor
+
+    def ratio(self, at_most: float = LOG_RATIO_CAP) -> Tensor:
+        """exp(log_ratio) with graph, for losses that differentiate it: capped at exp(at_most), beyond which its gradient is 0; 0 if impossible."""
+        attached = self.log_ratio + (self.logprobs - self.logprobs.detach())
+        return torch.where(self.impossible, 0.0, torch.exp(torch.where(self.impossible, 0.0, attached).clamp_max(at_most)))
+
+
+def terms_of(inputs: LossInputs) -> Terms:
+    """Leave out tokens off the mask, and those whose behaviour log-prob is not finite or whose trained one is NaN or +inf.
+
+    A trained log-prob of -inf is a legitimate probability of 0 and counts.
+    """
+    logprobs, behaviour, advantages = (at_least_fp32(x) for x in (inputs.logprobs, inputs.behaviour, inputs.advantages))
+    trained = logprobs.detach()
+    counted = inputs.mask.bool() & torch.isfinite(behaviour) & ~torch.isnan(trained) & (trained != math.inf)
+    impossible = counted & (trained == -math.inf)
+    zero = logprobs.new_zeros(())
+    return Terms(
+        logprobs=torch.where(counted & ~impossible, logprobs, zero),
+        advantages=torch.where(counted, advantages.detach(), zero),
+        counted=counted,
+        log_ratio=torch.where(counted, trained - behaviour, zero),
+        impossible=impossible,
+    )
 
 
 def dis_sum(inputs: LossInputs, *, eps_low: float, eps_high: float, detach_ratio: bool = True) -> TokenLoss:
@@ -78,22 +120,20 @@ def dis_sum(inputs: LossInputs, *, eps_low: float, eps_high: float, detach_ratio
     """
     if eps_low < 0 or eps_high < 0:
         raise ValueError(f"eps_low and eps_high must not be negative, got {eps_low} and {eps_high}")
-    logprobs, behaviour, advantages = (at_least_fp32(x) for x in (inputs.logprobs, inputs.behaviour, inputs.advantages))
-    counted = _countable(inputs)
-    zero = logprobs.new_zeros(())
-    log_ratio = torch.where(counted, logprobs.detach() - behaviour, zero)
+    terms = terms_of(inputs)
+    counted, log_ratio = terms.counted, terms.log_ratio
     rounding = 4 * torch.finfo(log_ratio.dtype).eps
     floor = math.log(1 - eps_low) if eps_low < 1 else -math.inf
     ceiling = math.log(1 + eps_high)
-    low = counted & (log_ratio <= floor + rounding * max(1.0, abs(floor)) if math.isfinite(floor) else log_ratio == -math.inf)
+    low = counted & (log_ratio <= floor + rounding * max(1.0, abs(floor)) if math.isfinite(floor) else terms.impossible)
     high = counted & ~low & (log_ratio >= ceiling - rounding * max(1.0, ceiling))
     accepted = counted & ~low & ~high
 
-    logp = torch.where(accepted, logprobs, zero)
-    exponent = logp - torch.where(accepted, behaviour, zero)
-    ratio = torch.exp(exponent.detach() if detach_ratio else exponent)
-    terms = ratio * torch.where(accepted, advantages, zero).detach() * logp
-    return TokenLoss(-terms.sum(), counted, accepted, low, high, log_ratio)
+    kept = torch.where(accepted, log_ratio, 0.0)
+    logp = torch.where(accepted, terms.logprobs, 0.0)
+    ratio = torch.exp(kept if detach_ratio else kept + (logp - logp.detach()))
+    products = ratio * torch.where(accepted, terms.advantages, 0.0) * logp
+    return TokenLoss(-products.sum(), counted, accepted, low, high, log_ratio)
 
 
 def dis(

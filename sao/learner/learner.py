@@ -1,7 +1,8 @@
-"""The learner: one SAO step on a batch of trajectories, in a plain process.
+"""The learner: one step of the configured algorithm on a batch of trajectories, in a plain process.
 
-critic x K -> values -> advantages -> one actor step -> new version. Deterministic given the batch, the seed and the thread count: trajectories are sorted
-by episode, shuffles are seeded by (seed, step, k). Under torch.distributed each rank passes its own share of the batch and every count is global.
+critic x K -> values -> advantages -> one actor step -> new version; without a critic, outcomes -> advantages -> one actor step. Deterministic given the
+batch, the seed and the thread count: trajectories are sorted by episode, shuffles are seeded by (seed, step, k). Under torch.distributed each rank passes
+its own share of the batch and every count is global.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sao.agents.tokenizer import load_tokenizer
+from sao.algorithms import catalogue
 from sao.algorithms.advantages import whiten
 from sao.algorithms.off_policy import ratio_metrics
 from sao.algorithms.value_loss import explained_variance, masked_variance
@@ -26,6 +28,7 @@ from sao.config import Config
 from sao.errors import ConfigError, UserError
 from sao.inference.protocol import Canary
 from sao.learner import protocol
+from sao.learner.baseline import Baseline, token_outcomes
 from sao.learner.batching import Batch, Packed, make_batch, pack, plan, shuffled
 from sao.learner.credit import check_algo, critic_targets, needs_values, policy_advantages, policy_lambda
 from sao.learner.critic import Critic, CriticBatch
@@ -41,6 +44,14 @@ from sao.weights.torch_bundle import pack as pack_weights
 
 CANARY_TOKENS = 24
 STATE_FILE = "learner.pt"
+
+
+class Credit(NamedTuple):
+    """What each action token is given, float[N] in canonical order; values and returns are NaN without a critic."""
+
+    advantages: Tensor
+    values: Tensor
+    returns: Tensor
 
 
 class TorchLearner:
@@ -64,12 +75,19 @@ class TorchLearner:
         model, loading = config.model, self._loading()
         policy = load_policy(model_path, **loading).to(self.device)
         reference = copy.deepcopy(policy).requires_grad_(False) if config.algo.kl_coef else None
-        critic = load_critic(model_path, config.critic.path, head_init=config.critic.head_init, **loading).to(self.device)
-        freeze(critic, config.critic.freeze)
-        batches = total_steps if config.run.phase == "critic" else total_steps + config.critic.critic_only_steps
         self.policy = Policy(policy, config.algo, config.optim.policy, total_steps=total_steps, reference=reference, autocast=model.autocast)
-        self.critic = Critic(critic, config.optim.critic, total_steps=max(1, config.critic.updates) * batches, autocast=model.autocast)
-        self._ring = VersionRing(policy, config.rollout.staleness + 1) if check_logprobs else None
+        self.actor_from = catalogue.critic_only_steps(config)
+        self.critic: Critic | None = None
+        self.baseline: Baseline | None = None
+        if catalogue.needs_critic(config.algo):
+            critic = load_critic(model_path, config.critic.path, head_init=config.critic.head_init, **loading).to(self.device)
+            freeze(critic, config.critic.freeze)
+            batches = total_steps if config.run.phase == "critic" else total_steps + self.actor_from
+            self.critic = Critic(critic, config.optim.critic, total_steps=max(1, config.critic.updates) * batches, autocast=model.autocast)
+        else:
+            self.baseline = Baseline(config)
+        self._check_logprobs, self._needs_old = check_logprobs, catalogue.needs_old(config.algo)
+        self._ring = VersionRing(policy, config.rollout.staleness + 1) if check_logprobs or self._needs_old else None
         if self._ring:
             self._ring.push(0, policy)
 
@@ -89,27 +107,15 @@ class TorchLearner:
         packs = self._packs(batch)
         metrics: dict[str, float] = {}
 
-        with _timed(metrics, "critic"):
-            before = self._read_values(batch, packs) if needs_values(batch, algo) or not self.config.critic.updates else None
-            blank = torch.zeros(batch.states)
-            returns = critic_targets(batch, algo, blank if before is None else before)
-            fitted = self._train_critic(batch, returns, step, metrics)
-            before = fitted if before is None else before
-        with _timed(metrics, "values"):
-            reread = algo.values == "after" and self.config.critic.updates
-            state_values = self._read_values(batch, packs) if reread else before
-        with _timed(metrics, "advantages"):
-            explained = explained_variance(before[batch.state_of], returns, batch.trained, group=world_group())
-            if explained is not None:
-                metrics["critic/vf_explained_var"] = explained
-            advantages = self._advantages(batch, state_values, returns, explained, metrics)
+        credit = self._critic_free(batch, metrics) if self.critic is None else self._from_critic(self.critic, batch, packs, step, metrics)
         with _timed(metrics, "actor"):
-            frozen = self.config.run.phase == "critic" or step < self.config.critic.critic_only_steps
+            frozen = self.config.run.phase == "critic" or step < self.actor_from
             at_start = self.version
-            logprobs, reasons = self._actor(batch, packs, advantages, frozen, metrics)
+            logprobs, reasons = self._actor(batch, packs, credit.advantages, frozen, metrics)
         if self._ring:
             with _timed(metrics, "check_logprobs"):
-                metrics |= self._ring.check(batch, seed=(self.config.seed, step), autocast=self.config.model.autocast)
+                if self._check_logprobs:
+                    metrics |= self._ring.check(batch, seed=(self.config.seed, step), autocast=self.config.model.autocast)
                 if self.version != at_start:
                     self._ring.push(self.version, self.policy.model)
         same = batch.pure & (batch.versions == at_start)
@@ -121,23 +127,50 @@ class TorchLearner:
             "tokens/no_logprob": float(sum(s.sampled_tokens - s.action_tokens for t in batch.trajectories for s in t.segments)),
             "timing_s/step": time.perf_counter() - started,
         }
-        records = _records(batch, logprobs, state_values, advantages, returns, reasons)
+        records = _records(batch, logprobs, credit, reasons)
         return StepReport(step=step, version=self.version, metrics=metrics, records=records)
 
     def _packs(self, batch: Batch) -> list[Packed]:
         groups = plan([s.length for s in batch.samples], self.config.learner.tokens_per_micro_batch)
         return [pack([batch.samples[i] for i in group], self.device) for group in groups]
 
-    def _read_values(self, batch: Batch, packs: Sequence[Packed]) -> Tensor:
+    def _critic_free(self, batch: Batch, metrics: dict[str, float]) -> Credit:
+        assert self.baseline is not None
+        with _timed(metrics, "advantages"):
+            advantages = self.baseline.advantages(batch, metrics)
+            _advantage_metrics(batch, advantages, metrics)
+        absent = torch.full((batch.action_tokens,), math.nan)
+        return Credit(advantages, absent, absent)
+
+    def _from_critic(self, critic: Critic, batch: Batch, packs: Sequence[Packed], step: int, metrics: dict[str, float]) -> Credit:
+        """K critic steps, then advantages from the values read after (or before) them."""
+        algo = self.config.algo
+        with _timed(metrics, "critic"):
+            before = self._read_values(critic, batch, packs) if needs_values(batch, algo) or not self.config.critic.updates else None
+            blank = torch.zeros(batch.states)
+            returns = critic_targets(batch, algo, blank if before is None else before)
+            fitted = self._train_critic(critic, batch, returns, step, metrics)
+            before = fitted if before is None else before
+        with _timed(metrics, "values"):
+            reread = algo.values == "after" and self.config.critic.updates
+            state_values = self._read_values(critic, batch, packs) if reread else before
+        with _timed(metrics, "advantages"):
+            explained = explained_variance(before[batch.state_of], returns, batch.trained, group=world_group())
+            if explained is not None:
+                metrics["critic/vf_explained_var"] = explained
+            advantages = self._advantages(batch, state_values, returns, explained, metrics)
+        return Credit(advantages, state_values[batch.state_of], returns)
+
+    def _read_values(self, critic: Critic, batch: Batch, packs: Sequence[Packed]) -> Tensor:
         """V of every state of the batch, float[states]; 0 for a sample's state before its first token, which nothing reads."""
         values = torch.zeros(batch.states)
         for packed in packs:
-            read = self.critic.evaluate(packed).cpu()
+            read = critic.evaluate(packed).cpu()
             values = values.to(read.dtype)
             values[packed.state_slots.cpu()] = read
         return values
 
-    def _train_critic(self, batch: Batch, returns: Tensor, step: int, metrics: dict[str, float]) -> Tensor:
+    def _train_critic(self, critic: Critic, batch: Batch, returns: Tensor, step: int, metrics: dict[str, float]) -> Tensor:
         """K optimiser steps, each on the whole batch in a fresh seeded order. Returns the values the first of them started from."""
         first = torch.zeros(batch.states)
         lengths = [s.length for s in batch.samples]
@@ -146,13 +179,13 @@ class TorchLearner:
             for group in plan(lengths, self.config.learner.tokens_per_micro_batch, order):
                 packed = pack([batch.samples[i] for i in group], self.device)
                 slots = packed.slots.cpu()
-                self.critic.accumulate(CriticBatch(packed, returns[slots].to(self.device), batch.trained[slots].to(self.device)))
+                critic.accumulate(CriticBatch(packed, returns[slots].to(self.device), batch.trained[slots].to(self.device)))
                 if update == 0:
-                    assert self.critic.last_values is not None
-                    first = first.to(self.critic.last_values.dtype)
-                    first[packed.state_slots.cpu()] = self.critic.last_values.cpu()
-            self.critic.reduce()
-            outcome = self.critic.apply()
+                    assert critic.last_values is not None
+                    first = first.to(critic.last_values.dtype)
+                    first[packed.state_slots.cpu()] = critic.last_values.cpu()
+            critic.reduce()
+            outcome = critic.apply()
             if update == 0 and "critic/vf_loss" in outcome:
                 metrics["critic/vf_loss_before"] = outcome["critic/vf_loss"]
             metrics |= outcome
@@ -169,9 +202,7 @@ class TorchLearner:
             good = explained is not None and explained > algo.whiten_until_ev
             self._explained_in_a_row = self._explained_in_a_row + 1 if good else 0
         if batch.trained.any():
-            kept = advantages[batch.trained]
-            metrics["actor/advantage_mean"] = float(kept.mean())
-            metrics["actor/advantage_abs_mean"] = float(kept.abs().mean())
+            _advantage_metrics(batch, advantages, metrics)
             metrics["critic/values_mean"] = float(values[batch.state_of][batch.trained].mean())
             metrics["critic/returns_mean"] = float(returns[batch.trained].mean())
             metrics["sao/lambda_mean"] = float(lam.mean())
@@ -182,13 +213,19 @@ class TorchLearner:
         """One optimiser step unless frozen. Returns log-probs before it, float[N], and mask reasons uint8[N]."""
         n = batch.action_tokens
         logprobs = torch.full((n,), math.nan)
-        log_ratio = torch.zeros(n)
+        log_ratio, weights = torch.zeros(n), torch.zeros(n)
         counted, low, high = (torch.zeros(n, dtype=torch.bool) for _ in range(3))
         entropy, entropy_rows = 0.0, 0
+        outcomes, positive_share = token_outcomes(batch)
+        columns = {"behaviour": batch.behaviour, "advantages": advantages, "mask": batch.trained, "versions": batch.versions, "outcomes": outcomes}
+        if self._needs_old:
+            assert self._ring is not None
+            budget, autocast = self.config.learner.tokens_per_micro_batch, self.config.model.autocast
+            columns["old"] = self._ring.old_logprobs(batch, budget, autocast=autocast)
         for packed in packs:
             slots = packed.slots.cpu()
-            chosen = (batch.behaviour[slots], advantages[slots], batch.trained[slots])
-            micro_batch = PolicyBatch(packed, *(x.to(self.device) for x in chosen))
+            own = {name: column[slots].to(self.device) for name, column in columns.items()}
+            micro_batch = PolicyBatch(packed, **own, positive_share=positive_share)
             if frozen:
                 scores, token = self.policy.evaluate(micro_batch)
                 if scores.entropy is not None:
@@ -197,11 +234,10 @@ class TorchLearner:
                 self.policy.accumulate(micro_batch)
                 assert self.policy.last is not None
                 scores, token = self.policy.last
-            logprobs = logprobs.to(scores.logprobs.dtype)
-            log_ratio = log_ratio.to(scores.logprobs.dtype)
-            logprobs[slots], log_ratio[slots] = scores.logprobs.detach().cpu(), token.log_ratio.cpu()
+            logprobs, log_ratio, weights = (x.to(scores.logprobs.dtype) for x in (logprobs, log_ratio, weights))
+            logprobs[slots], log_ratio[slots], weights[slots] = scores.logprobs.detach().cpu(), token.log_ratio.cpu(), token.weights().cpu()
             counted[slots], low[slots], high[slots] = token.counted.cpu(), token.low.cpu(), token.high.cpu()
-        metrics |= ratio_metrics(log_ratio, counted, low, high, self.version - batch.versions, group=world_group())
+        metrics |= ratio_metrics(log_ratio, counted, low, high, self.version - batch.versions, weights=weights, group=world_group())
         metrics["off_policy/non_finite_tokens"] = float((batch.trained & ~counted).sum())
         if entropy_rows:
             metrics["actor/entropy"] = entropy / entropy_rows
@@ -235,11 +271,12 @@ class TorchLearner:
         return Canary(tuple(int(i) for i in ids), tuple(logprobs.float().tolist()))
 
     def export(self, directory: str) -> None:
-        """Write `policy/` (with its tokenizer, when the model came with one) and `critic/` (backbone and value head) under `directory`."""
+        """Write `policy/` (with its tokenizer, when the model came with one) and, where there is one, `critic/` (backbone and value head) under `directory`."""
         root = Path(directory)
         policy: Any = self.policy.model
         policy.save_pretrained(root / "policy")
-        save_critic(self.critic.model, root / "critic")
+        if self.critic is not None:
+            save_critic(self.critic.model, root / "critic")
         try:
             tokenizer = load_tokenizer(self.model_path, trust_remote_code=self.config.model.trust_remote_code)
         except ConfigError:
@@ -247,20 +284,23 @@ class TorchLearner:
         tokenizer.save_pretrained(root / "policy")
 
     def save(self, directory: str) -> None:
-        """Write a checkpoint's learner part under `directory`: policy/ and critic/ as `export` does, and learner.pt with both optimisers and the counters."""
+        """Write a checkpoint's learner part under `directory`: policy/ and critic/ as `export` does, and learner.pt with both optimisers, the counters, the
+        advantage's state and, for a loss that looks back, the policies it looks back to."""
         self.export(directory)
         torch.save(
             {
                 "version": self.version,
                 "explained_in_a_row": self._explained_in_a_row,
                 "policy_optimizer": self.policy.gradients.state_dict(),
-                "critic_optimizer": self.critic.gradients.state_dict(),
+                "critic_optimizer": self.critic.gradients.state_dict() if self.critic else None,
+                "baseline": self.baseline.state if self.baseline else None,
+                "ring": self._ring.state_dict() if self._ring and self._needs_old else None,
             },
             Path(directory) / STATE_FILE,
         )
 
     def restore(self, directory: str) -> None:
-        """The reverse of `save`, bit for bit; the ring of earlier policies starts again at this version.
+        """The reverse of `save`, bit for bit; a ring that serves the log-prob check alone starts again at this version.
 
         Raises UserError when the checkpoint is of another model.
         """
@@ -269,14 +309,19 @@ class TorchLearner:
         loading = self._loading()
         try:
             self.policy.model.load_state_dict(load_policy(str(root / "policy"), **loading).state_dict())
-            self.critic.model.load_state_dict(load_critic("", str(root / "critic"), head_init="zero", **loading).state_dict())
             self.policy.gradients.load_state_dict(state["policy_optimizer"])
-            self.critic.gradients.load_state_dict(state["critic_optimizer"])
+            if self.critic is not None:
+                self.critic.model.load_state_dict(load_critic("", str(root / "critic"), head_init="zero", **loading).state_dict())
+                self.critic.gradients.load_state_dict(state["critic_optimizer"])
         except (RuntimeError, ValueError) as error:
             raise UserError(f"checkpoint {root.name} is of another model than {self.model_path}: {str(error).splitlines()[0]}") from error
         self.version = state["version"]
         self._explained_in_a_row = state["explained_in_a_row"]
-        if self._ring:
+        if self.baseline is not None:
+            self.baseline.state = state["baseline"]
+        if self._ring and self._needs_old:
+            self._ring.load_state_dict(state["ring"])
+        elif self._ring:
             self._ring.push(self.version, self.policy.model)
 
 
@@ -287,9 +332,16 @@ def _timed(metrics: dict[str, float], name: str) -> Iterator[None]:
     metrics[f"timing_s/{name}"] = time.perf_counter() - begin
 
 
-def _records(batch: Batch, logprobs: Tensor, state_values: Tensor, advantages: Tensor, returns: Tensor, reasons: Tensor) -> tuple[SegmentRecord, ...]:
+def _advantage_metrics(batch: Batch, advantages: Tensor, metrics: dict[str, float]) -> None:
+    kept = advantages[batch.trained]
+    if len(kept):
+        metrics["actor/advantage_mean"] = float(kept.mean())
+        metrics["actor/advantage_abs_mean"] = float(kept.abs().mean())
+
+
+def _records(batch: Batch, logprobs: Tensor, credit: Credit, reasons: Tensor) -> tuple[SegmentRecord, ...]:
     """One record per segment of every trajectory, in canonical order; segments without an action token are all context."""
-    flat = [x.float().numpy() for x in (logprobs, state_values[batch.state_of], advantages, returns)]
+    flat = [x.float().numpy() for x in (logprobs, credit.values, credit.advantages, credit.returns)]
     sample_at = {(s.trajectory, s.segment): s for s in batch.samples}
     records = []
     for index, trajectory in enumerate(batch.trajectories):

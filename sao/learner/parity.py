@@ -1,6 +1,6 @@
-"""Does the trainer give the engine's log-probs? Measured while a run goes on.
+"""The last few policies: does the trainer give the engine's log-probs, and what were a token's log-probs under the weights that sampled it?
 
-Only tokens of pure turns are compared: a turn during which weights changed under kept KV was sampled from a mixture no single version reproduces. A later
+For the first question only tokens of pure turns are compared: a turn during which weights changed under kept KV was sampled from a mixture no single version reproduces. A later
 turn is a new request whose history was read under current weights (the cache salt sees to it), so each pure turn stands on its own.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sao.learner.batching import Batch, pack
+from sao.learner.batching import Batch, pack, plan
 from sao.learner.scoring import score
 
 
@@ -42,6 +42,40 @@ class VersionRing:
             self._snapshots.popitem(last=False)
         self._snapshots[version] = [p.detach().to("cpu", copy=True) for p in model.parameters()]
 
+    def _load(self, version: int) -> None:
+        for parameter, saved in zip(self._scratch.parameters(), self._snapshots[version], strict=True):
+            parameter.data.copy_(saved)
+
+    @torch.no_grad()
+    def old_logprobs(self, batch: Batch, budget: int, *, autocast: bool = False) -> Tensor:
+        """Every token's log-prob under the version that sampled it, float[N] in canonical order; NaN where the ring no longer has that version.
+
+        budget: packed tokens of one forward pass. One pass over the samples of each version present.
+        """
+        device = next(self._scratch.parameters()).device
+        old = torch.full((batch.action_tokens,), float("nan"))
+        for version in torch.unique(batch.versions).tolist():
+            if version not in self:
+                continue
+            chosen = batch.versions == version
+            samples = [batch.samples[i] for i in torch.unique(batch.sample_of[chosen]).tolist()]
+            self._load(version)
+            for group in plan([s.length for s in samples], budget):
+                packed = pack([samples[i] for i in group], device)
+                slots = packed.slots.cpu()
+                own = chosen[slots]
+                logprobs = score(self._scratch, packed, autocast=autocast).logprobs.cpu()
+                old = old.to(logprobs.dtype)
+                old[slots[own]] = logprobs[own]
+        return old
+
+    def state_dict(self) -> dict[int, list[Tensor]]:
+        """Every version kept, oldest first."""
+        return dict(self._snapshots)
+
+    def load_state_dict(self, state: dict[int, list[Tensor]]) -> None:
+        self._snapshots = OrderedDict((version, [tensor.cpu() for tensor in tensors]) for version, tensors in state.items())
+
     @torch.no_grad()
     def check(self, batch: Batch, *, seed: tuple[int, ...], autocast: bool = False) -> dict[str, float]:
         """Score one seeded sample per version present, under that version: logprob_gap/same_version_{mean, max, tokens}."""
@@ -55,8 +89,7 @@ class VersionRing:
             if not candidates:
                 continue
             sample = batch.samples[candidates[int(np.random.default_rng([*seed, version]).integers(len(candidates)))]]
-            for parameter, saved in zip(self._scratch.parameters(), self._snapshots[version], strict=True):
-                parameter.copy_(saved)
+            self._load(version)
             packed = pack([sample], device)
             own = chosen[packed.slots.cpu()]
             trainer.append(score(self._scratch, packed, autocast=autocast).logprobs.cpu()[own])

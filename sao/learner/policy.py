@@ -1,14 +1,16 @@
-"""The policy as an accumulator: DIS gradient sums per micro-batch, one optimiser step per batch."""
+"""The policy as an accumulator: the configured loss's gradient sums per micro-batch, one optimiser step per batch."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from sao.algorithms.policy_loss import LossInputs, TokenLoss, dis_sum, entropy_sum, kl_k3_sum
+from sao.algorithms import catalogue
+from sao.algorithms.policy_loss import LossInputs, TokenLoss, entropy_sum, kl_k3_sum
 from sao.config import AlgoConfig, OptimizerConfig
 from sao.errors import ConfigError, LearnerFailure
 from sao.learner.batching import Packed
@@ -18,12 +20,16 @@ from sao.learner.scoring import Scores, score
 
 @dataclass(frozen=True, eq=False)
 class PolicyBatch:
-    """A packed micro-batch with its per-token data, each [N] in the order of packed.rows: behaviour, advantages float; mask bool."""
+    """A packed micro-batch with its per-token data, each [N] in the order of packed.rows; what each means says `LossInputs`."""
 
     packed: Packed
     behaviour: Tensor
     advantages: Tensor
     mask: Tensor
+    old: Tensor | None = None
+    versions: Tensor | None = None
+    outcomes: Tensor | None = None
+    positive_share: float = 0.0
 
 
 class Policy:
@@ -44,7 +50,8 @@ class Policy:
         if algo.kl_coef and reference is None:
             raise ConfigError("algo.kl_coef is set, but the policy was given no reference model")
         self.model, self.algo, self.reference, self.autocast = model, algo, reference, autocast
-        names = ("expected", "counted", "accepted", "loss", "kl", "entropy", "entropy_rows")
+        self.loss = functools.partial(catalogue.function_of("loss", algo), **catalogue.arguments("loss", algo))
+        names = ("broken", "counted", "accepted", "loss", "kl", "entropy", "entropy_rows")
         self.gradients = GradientSums(model, optim, total_steps=total_steps, key="optim.policy", names=names)
         self.last: tuple[Scores, TokenLoss] | None = None
 
@@ -72,7 +79,7 @@ class Policy:
         if trains:
             total.backward()
         self.gradients.add(
-            expected=(micro_batch.mask.bool() & torch.isfinite(micro_batch.behaviour)).sum(),
+            broken=(micro_batch.mask.bool() & (torch.isnan(scores.logprobs) | torch.isposinf(scores.logprobs))).sum(),
             counted=token.counted.sum(),
             accepted=token.accepted.sum(),
             loss=token.total,
@@ -90,8 +97,22 @@ class Policy:
         return scores, self._loss(scores, micro_batch)
 
     def _loss(self, scores: Scores, batch: PolicyBatch) -> TokenLoss:
-        inputs = LossInputs(scores.logprobs, batch.behaviour, batch.advantages, batch.mask)
-        return dis_sum(inputs, eps_low=self.algo.eps_low, eps_high=self.algo.eps_high, detach_ratio=self.algo.detach_ratio)
+        inputs = LossInputs(
+            scores.logprobs,
+            batch.behaviour,
+            batch.advantages,
+            batch.mask,
+            old=batch.old,
+            versions=batch.versions,
+            outcomes=batch.outcomes,
+            positive_share=batch.positive_share,
+        )
+        token = self.loss(inputs)
+        if not isinstance(token, TokenLoss) or token.total.ndim or token.counted.shape != inputs.mask.shape:
+            raise LearnerFailure(
+                f"algo.loss={self.algo.loss} returned {type(token).__name__}; it must return a TokenLoss: the sum, and one entry for each token"
+            )
+        return token
 
     def reduce(self) -> None:
         self.gradients.reduce()
@@ -102,11 +123,12 @@ class Policy:
         Raises LearnerFailure on a non-finite log-prob or gradient; the weights stay as they were.
         """
         totals = self.gradients.totals()
-        if totals["counted"] < totals["expected"]:
+        if totals["broken"]:
             # The loss leaves such tokens out; a policy that produces them is broken all the same, and training on the rest would hide it.
-            missing = int(totals["expected"] - totals["counted"])
             self.gradients.clear()
-            raise LearnerFailure(f"optim.policy: {missing} log-probs of the trained policy are not finite; the weights were left untouched")
+            raise LearnerFailure(
+                f"optim.policy: {int(totals['broken'])} log-probs of the trained policy are not finite; the weights were left untouched"
+            )
         denominator = totals["counted" if self.algo.denominator == "all" else "accepted"]
         if totals["counted"] == 0:
             self.gradients.clear()

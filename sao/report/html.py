@@ -110,7 +110,8 @@ def _cards(run: RunData) -> str:
     ]
     train = run.axis("train")
     wanted = run.setting("train.steps")
-    warmup = run.setting("critic.critic_only_steps", 0) or 0
+    has_critic = any("critic/vf_loss" in row for row in train)
+    warmup = run.setting("critic.critic_only_steps", 0) if has_critic else 0
     version = int(max((r.get("train/version", 0) for r in train), default=0))
     steps = f"{version}<small> of {wanted}</small>" if wanted else str(version)
     cards.append(_card("Actor steps", steps if train else "–", f"and {warmup} of the critic alone" if warmup else "", "third"))

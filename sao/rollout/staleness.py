@@ -7,13 +7,16 @@ at most tau (`rollout.staleness`):
 2. batches take the earliest versions first, and a step starts only if it leaves every episode still waiting enough later steps: of those
    left, at most k * batch_size may have to be trained within the next k steps, for every k = 0 .. tau.
 
+With groups of n rollouts per prompt (episodes g * n to g * n + n - 1) the unit of both rules is the group: a batch holds whole groups, one that is not
+complete waits, and a group is as old as its oldest member, running or finished.
+
 Plain functions and one plain object over integers, so that the live loop, a simulator and a property test run the same code.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -30,7 +33,7 @@ def may_admit(outstanding: int, *, staleness: int, batch_size: int) -> bool:
 def may_start(remaining: Iterable[int], *, version_after: int, staleness: int, batch_size: int) -> bool:
     """Rule 2. `remaining`: versions of the episodes, running or buffered, that this step leaves behind; `version_after`: the trainer's version after it.
 
-    An episode of version u can still be trained at versions up to u + staleness, so those with u <= version_after - 1 + k - staleness have to fit
+    Groups count as one episode each, and `batch_size` in groups. An episode of version u can still be trained at versions up to u + staleness, so those with u <= version_after - 1 + k - staleness have to fit
     into the next k steps.
     """
     ordered = sorted(remaining)
@@ -45,43 +48,59 @@ class Finished(Generic[Handle]):
     meta: TrajectoryMeta
     handle: Handle
 
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.meta.oldest_version, self.meta.episode_id.ordinal
-
 
 @dataclass
 class Buffer(Generic[Handle]):
-    """Finished trajectories that wait for a batch."""
+    """Finished trajectories that wait for a batch. `group`: rollouts of one prompt, which divides `batch_size`."""
 
     staleness: int
     batch_size: int
     overdue: str = "wait"
+    group: int = 1
     items: list[Finished[Handle]] = field(default_factory=list)
 
     def add(self, finished: Finished[Handle]) -> None:
         self.items.append(finished)
 
+    def group_of(self, ordinal: int) -> int:
+        return ordinal // self.group
+
+    def pop_group(self, group: int) -> list[Finished[Handle]]:
+        """Remove and return the finished members of one group."""
+        members = [item for item in self.items if self._group(item) == group]
+        self.items = [item for item in self.items if self._group(item) != group]
+        return members
+
     def pop_overdue(self, version: int) -> list[Finished[Any]]:
-        """With overdue=drop: remove and return what a step at `version` would exceed the bound with. With wait there is never any."""
+        """With overdue=drop: remove and return what a step at `version` would exceed the bound with, mates included. With wait there is never any."""
         if self.overdue == "wait":
             return []
-        late = [item for item in self.items if version - item.meta.oldest_version > self.staleness]
-        self.items = [item for item in self.items if version - item.meta.oldest_version <= self.staleness]
-        return late
+        late = {self._group(item) for item in self.items if version - item.meta.oldest_version > self.staleness}
+        return [item for group in sorted(late) for item in self.pop_group(group)]
 
-    def pop_batch(self, running: Sequence[int], *, version_after: int) -> list[Finished[Handle]] | None:
-        """The next batch, earliest version first, or None when the step has to wait. `running`: versions of the episodes that still run.
+    def pop_batch(self, running: Mapping[int, int], *, version_after: int) -> list[Finished[Handle]] | None:
+        """The next batch, earliest version first, or None when the step has to wait. `running`: ordinal -> version of the episodes that still run.
 
         The batch comes back in submission order, so that what the learner sees does not depend on who finished first.
         """
-        if len(self.items) < self.batch_size:
+        finished: dict[int, list[Finished[Handle]]] = {}
+        for item in self.items:
+            finished.setdefault(self._group(item), []).append(item)
+        age = {group: min(item.meta.oldest_version for item in members) for group, members in finished.items()}
+        for ordinal, version in running.items():
+            group = self.group_of(ordinal)
+            age[group] = min(version, age.get(group, version))
+        complete = sorted((age[group], group) for group, members in finished.items() if len(members) == self.group)
+        count = self.batch_size // self.group
+        if len(complete) < count:
             return None
-        ordered = sorted(self.items, key=lambda item: item.key)
-        batch, rest = ordered[: self.batch_size], ordered[self.batch_size :]
+        chosen = {group for _, group in complete[:count]}
         if self.overdue == "wait":
-            remaining = [item.meta.oldest_version for item in rest] + list(running)
-            if not may_start(remaining, version_after=version_after, staleness=self.staleness, batch_size=self.batch_size):
+            remaining = [version for group, version in age.items() if group not in chosen]
+            if not may_start(remaining, version_after=version_after, staleness=self.staleness, batch_size=count):
                 return None
-        self.items = rest
-        return sorted(batch, key=lambda item: item.meta.episode_id.ordinal)
+        self.items = [item for item in self.items if self._group(item) not in chosen]
+        return sorted((item for group in chosen for item in finished[group]), key=lambda item: item.meta.episode_id.ordinal)
+
+    def _group(self, item: Finished[Any]) -> int:
+        return self.group_of(item.meta.episode_id.ordinal)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 
+from sao.algorithms.catalogue import needs_critic
 from sao.config import Config
 from sao.runtime.models import ModelFacts
 
@@ -67,9 +68,10 @@ def engine_parts(config: Config, model: ModelFacts, *, on_gpu: bool) -> Parts:
 
 
 def learner_parts(config: Config, model: ModelFacts, *, on_gpu: bool) -> Parts:
-    """Policy and critic with gradients and two moments each, the kept versions, the bundle to publish, and one micro-batch on its way back."""
+    """Policy and, where there is one, critic with gradients and two moments each, the kept versions, the bundle to publish, and one micro-batch on its way back."""
     element = BYTES[config.model.dtype]
     policy = model.parameters * element
+    has_critic = needs_critic(config.algo)
     critic = sum(count for name, count in model.tensors.items() if not name.startswith("lm_head")) * element
     trained = sum(count for name, count in model.tensors.items() if _trained(config, name)) * element
     kept = _mb(policy * (config.rollout.staleness + 2))
@@ -80,7 +82,7 @@ def learner_parts(config: Config, model: ModelFacts, *, on_gpu: bool) -> Parts:
     parts = {
         "runtime": LEARNER_RUNTIME_MB,
         "policy": _mb(4 * policy + reference),
-        "critic": _mb(critic + 3 * trained),
+        **({"critic": _mb(critic + 3 * trained)} if has_critic else {}),
         "kept versions": kept,
         "bundle": bundle,
         "activations": _mb(activation_bytes(config, model)),

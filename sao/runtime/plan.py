@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sao.algorithms.catalogue import needs_critic
 from sao.config import Config
 from sao.errors import ConfigError
 from sao.runtime.memory import BYTES, MB, RAY_MB, Parts, engine_parts, learner_parts, object_store_mb, worker_parts
@@ -28,6 +30,9 @@ LOWER = {
     "engine": "engine.replicas",
     "worker": "rollout.workers",
 }
+
+
+VALUE_HEAD = ("value_head.weight", "value_head.bias")  # of sao.learner.models.CriticModel, which this module must not import
 
 
 class GpuShares(NamedTuple):
@@ -114,7 +119,7 @@ def make_plan(config: Config, model: ModelFacts, here: Machine, *, training: boo
         actors.append(PlannedActor(f"engine-{index}", config.engine.threads, what, engine_parts(config, model, on_gpu=on_gpu)))
     if training:
         on_gpu = on_gpu and config.learner.device != "cpu"
-        what = f"policy and critic of {model.parameters / 1e6:.1f} M parameters"
+        what = f"policy{' and critic' if needs_critic(config.algo) else ''} of {model.parameters / 1e6:.1f} M parameters"
         actors.append(PlannedActor("learner", config.learner.threads, what, learner_parts(config, model, on_gpu=on_gpu)))
     actors += [PlannedActor(f"worker-{i}", 1, "episodes", worker_parts(model)) for i in range(config.rollout.workers)]
     return Plan(actors, here)
@@ -155,12 +160,8 @@ def check_plan(config: Config, plan: Plan, model: ModelFacts) -> None:
             "lower engine.replicas, engine.threads or learner.threads, or set launcher.oversubscribe=true"
         )
     _check_gpus(config, here, training)
-    for pattern in config.critic.freeze:
-        names = list(model.tensors)
-        frozen = [name for name in names if re.search(pattern, name)]
-        if names and len(frozen) in (0, len(names)):
-            what = "matches no parameter" if not frozen else "freezes every parameter"
-            raise ConfigError(f"critic.freeze={pattern!r} {what} of this model (the first is {names[0]}); mend it or set critic.freeze=[]")
+    if training and needs_critic(config.algo):
+        _check_freezing(config.critic.freeze, model)
     limit = config.engine.max_model_len or model.context
     if model.context and limit > model.context:
         raise ConfigError(f"engine.max_model_len={limit} exceeds the model's context of {model.context}; lower it")
@@ -172,6 +173,23 @@ def check_plan(config: Config, plan: Plan, model: ModelFacts) -> None:
             f"engine.kv_cache_mb={config.engine.kv_cache_mb} holds {kv_tokens} tokens, less than one sequence of the context of {limit or config.rollout.max_tokens}; "
             f"raise it, or set engine.max_model_len={config.rollout.max_tokens}"
         )
+
+
+def _check_freezing(patterns: Sequence[str], model: ModelFacts) -> None:
+    """critic.freeze against the names the critic will have: the policy's without its vocabulary head, and a value head."""
+    backbone = [name for name in model.tensors if not name.startswith("lm_head")]
+    if not backbone:
+        return
+    frozen: set[str] = set()
+    for pattern in patterns:
+        matched = {name for name in (*backbone, *VALUE_HEAD) if re.search(pattern, name)}
+        if not matched:
+            raise ConfigError(
+                f"critic.freeze={pattern!r} matches no parameter of this model's critic (the first is {backbone[0]}); mend it or set critic.freeze=[]"
+            )
+        frozen |= matched
+    if len(frozen) == len(backbone) + len(VALUE_HEAD):
+        raise ConfigError(f"critic.freeze={list(patterns)} freezes every parameter of the critic; leave some to train")
 
 
 def _check_gpus(config: Config, here: Machine, training: bool = True) -> None:

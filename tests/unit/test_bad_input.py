@@ -115,6 +115,8 @@ def test_the_good_case_passes_and_starts_nothing(project, capsys):
         ("engine.tensor_parallel_size=2", "no GPU"),
         ("critic.freeze=[nothing_matches]", "matches no parameter"),
         ("critic.freeze=['.*']", "freezes every parameter"),
+        ("critic.freeze=['^model','value_head']", "freezes every parameter"),
+        ("critic.freeze=[lm_head]", "matches no parameter"),
         ("env.args.unknown=1", "env.args"),
         ("rollout.max_tokens=17", "raise rollout.max_tokens above"),
         ("env.target=environments_bad_input:Raises", "env=single_turn cannot open task single_turn/train/0 (ValueError: no database)"),
