@@ -1,7 +1,7 @@
 """The ablation: SAO, SAO with any one part off, and the baselines, on three tasks, at equal rollouts.
 
-    python benchmarks/ablation.py --tune      # the learning-rate sweep; once, before
-    python benchmarks/ablation.py             # every cell that is missing, then the report; two processes of one thread
+    python benchmarks/ablation.py             # the learning-rate sweep, the cells, the report; two processes of one thread
+    python benchmarks/ablation.py --tune      # the sweep alone
     python benchmarks/ablation.py --report    # results, tables and figure from the cells that are there
 
 Killed at any moment, the same command goes on: a cell is one JSON in --work, written when it is complete, and a pure function of its spec.
@@ -40,6 +40,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -61,20 +62,18 @@ IN_FIGURE = ("sao", "grpo", "grpo_dis", "ppo_clip", "running_mean", "single_dis"
 PAGE, FIGURE = ROOT / "docs" / "concepts" / "ablation.md", ROOT / "docs" / "images" / "ablation.svg"
 
 
-def tuning_specs(plan: Plan) -> list[Spec]:
-    """A cell holds all rates and seeds of a method on a task."""
+def tuning_specs(plan: Plan, methods: Sequence[str]) -> list[Spec]:
+    """A cell holds all rates and seeds of a method on a task; the x8 methods take what their namesakes found."""
+    tuned = dict.fromkeys(method.removesuffix("_x8") for method in methods)
     pairs = [(rate, seed) for rate in RATES for seed in TUNING_SEEDS]
     seeds, lrs = tuple(s for _, s in pairs), tuple(r for r, _ in pairs)
-    return [Spec(method, task, BOUND, seeds, lrs, plan) for method in METHODS for task in TASKS]
+    return [Spec(method, task, BOUND, seeds, lrs, plan) for method in tuned for task in TASKS]
 
 
-def main_specs(plan: Plan, rates: dict[str, float]) -> list[Spec]:
-    bounds = [(method, BOUND) for method in METHODS + EIGHTFOLD] + [(method, bound) for bound in OTHER_BOUNDS for method in AT_ALL_BOUNDS]
-    return [
-        Spec(method, task, bound, SEEDS, (rates[f"{method.removesuffix('_x8')}-{task}"],) * len(SEEDS), plan)
-        for method, bound in bounds
-        for task in TASKS
-    ]
+def main_specs(plan: Plan, rates: dict[str, float], methods: Sequence[str]) -> list[Spec]:
+    bounds = [(method, BOUND) for method in methods] + [(method, bound) for bound in OTHER_BOUNDS for method in methods if method in AT_ALL_BOUNDS]
+    pairs = [(method, task, bound) for method, bound in bounds for task in TASKS]
+    return [Spec(m, task, bound, SEEDS, (rates[f"{m.removesuffix('_x8')}-{task}"],) * len(SEEDS), plan) for m, task, bound in pairs]
 
 
 def _work(spec: Spec, folder: Path) -> tuple[str, dict[str, Any]]:
@@ -198,20 +197,17 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", default="", help="comma-separated methods; then no report is written")
     options = parser.parse_args()
-    plan, folder, only = Plan(), options.work, tuple(filter(None, options.only.split(",")))
-    if unknown := set(only) - {*METHODS, *EIGHTFOLD}:
-        sys.exit(f"--only {sorted(unknown)[0]} is no method; choose among {', '.join((*METHODS, *EIGHTFOLD))}")
-    if options.tune:
-        run_all([s for s in tuning_specs(plan) if not only or s.method in only], folder / "tune", options.processes)
-        return
+    plan, folder, everyone = Plan(), options.work, METHODS + EIGHTFOLD
+    methods = tuple(filter(None, options.only.split(","))) or everyone
+    if unknown := set(methods) - set(everyone):
+        sys.exit(f"--only {sorted(unknown)[0]} is no method; choose among {', '.join(everyone)}")
     if not options.report:
-        rates = analysis.best_rates(list(read(folder / "tune").values()))
-        wanted = [s for s in METHODS if (not only or s in only) and any(f"{s}-{task}" not in rates for task in TASKS)]
-        if wanted:
-            sys.exit(f"{folder}/tune has no sweep of {', '.join(wanted)}; run `python benchmarks/ablation.py --tune` first")
-        specs = main_specs(plan, {key: rates.get(key, 0.0) for key in [f"{m}-{t}" for m in METHODS for t in TASKS]})
-        run_all([s for s in specs if not only or s.method in only], folder / "main", options.processes)
-    if not only:
+        sweep = run_all(tuning_specs(plan, methods), folder / "tune", options.processes)
+        if options.tune:
+            return
+        rates = analysis.best_rates(list(sweep.values()))
+        run_all(main_specs(plan, rates, methods), folder / "main", options.processes)
+    if methods == everyone:
         report(folder)
 
 

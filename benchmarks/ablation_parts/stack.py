@@ -49,7 +49,7 @@ def stack(models: Sequence[torch.nn.Module]) -> Weights:
             row[f"gate.{i}"], row[f"up.{i}"], row[f"down.{i}"] = (p[f"{at}mlp.{x}_proj.weight"].T for x in ("gate", "up", "down"))
             row[f"norm_a.{i}"], row[f"norm_b.{i}"] = p[f"{at}input_layernorm.weight"][None], p[f"{at}post_attention_layernorm.weight"][None]
         if "value_head.weight" in p:
-            row["head"], row["bias"] = p["value_head.weight"].T, p["value_head.bias"][None]
+            row["head"], row["bias"] = p["value_head.weight"].T, p["value_head.bias"]
         rows.append(row)
     return {name: torch.stack([row[name] for row in rows]).contiguous() for name in rows[0]}
 

@@ -230,4 +230,4 @@ def test_it_learns_its_toy_task():
     learner = reference.Learner(policy, reference.Critic(policy), reference.Settings())
     history = reference.train(reference.AskAndAdd, learner, steps=110, batch=64, delay=2, seed=0)
     first, last = (np.mean([row["reward"] for row in rows]) for rows in (history[:20], history[-20:]))
-    assert first < 0.08 and last > 0.2
+    assert first < 0.12 and last > 0.3

@@ -245,10 +245,10 @@ def test_a_cell_of_another_plan_is_made_again(quick, tmp_path):
 
 def test_the_plan_of_the_whole():
     rates = {f"{m}-{t}": 1e-3 for m in methods.METHODS for t in TASKS}
-    specs = ablation.main_specs(Plan(), rates)
+    specs = ablation.main_specs(Plan(), rates, methods.METHODS + methods.EIGHTFOLD)
     assert len(specs) == len({s.key for s in specs}) == 3 * (18 + 2 + 12)
     assert all(s.seeds == (0, 1, 2, 3, 4) and not set(s.seeds) & set(ablation.TUNING_SEEDS) for s in specs)
-    sweep = ablation.tuning_specs(Plan())
+    sweep = ablation.tuning_specs(Plan(), methods.METHODS + methods.EIGHTFOLD)
     assert len(sweep) == 54 and {tuple(zip(s.lrs, s.seeds, strict=True)) for s in sweep} == {
         tuple((rate, seed) for rate in ablation.RATES for seed in ablation.TUNING_SEEDS)
     }
