@@ -130,9 +130,9 @@ class Ledger:
         """Episodes that hold an admission slot: running + buffered + training + trained but not yet published."""
         return len(self.entries) + self.unpublished
 
-    def running_versions(self) -> list[int]:
-        """Admitted versions of the episodes that still run."""
-        return [entry.version for entry in self.entries.values() if entry.state == "running"]
+    def running_versions(self) -> dict[int, int]:
+        """Admitted versions of the episodes that still run, by ordinal."""
+        return {ordinal: entry.version for ordinal, entry in self.entries.items() if entry.state == "running"}
 
     def audit(self) -> dict[str, Any]:
         """The account as plain data; `closes` is whether both identities hold."""

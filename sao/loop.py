@@ -22,7 +22,7 @@ from sao.environment import Task
 from sao.errors import EnvironmentFailure, LearnerFailure
 from sao.inference.protocol import PublishReport
 from sao.learner.protocol import StepReport
-from sao.ledger import Ledger
+from sao.ledger import Entry, Ledger
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest, EpisodeRunner
 from sao.rollout.staleness import Buffer, Finished, may_admit
 from sao.tasks.source import TaskSource
@@ -125,7 +125,8 @@ class TrainingLoop:
         self.checkpointer = checkpointer
         self.incarnation = incarnation
         self.ledger = Ledger()
-        self.buffer: Buffer[Any] = Buffer(config.rollout.staleness, config.train.batch_size, config.rollout.overdue)
+        self.group_size = config.rollout.rollouts_per_prompt
+        self.buffer: Buffer[Any] = Buffer(config.rollout.staleness, config.train.batch_size, config.rollout.overdue, self.group_size)
         self.version = 0
         self.published_version = 0
         self.batches_done = 0
@@ -137,6 +138,7 @@ class TrainingLoop:
         self._changed = asyncio.Event()
         self._holds: list[asyncio.Future[Any]] = []
         self._issued: dict[int, Issued] = {}
+        self._lost_groups: dict[int, str] = {}  # groups with a member lost for good, and why, while others of them still run
         self._replay: Sequence[Sequence[Finished[Any]]] = ()
         self._checkpointed = 0
         self._stopping = False
@@ -181,25 +183,29 @@ class TrainingLoop:
         """Start episodes while rule 1 allows and the run still needs them."""
         while True:
             while self._needed() and self._may_start():
-                request = self._submit()
-                episodes.append(group.create_task(self._episode(request), name=f"episode {request.episode_id}"))
+                for request in self._submit():
+                    episodes.append(group.create_task(self._episode(request), name=f"episode {request.episode_id}"))
             episodes[:] = [episode for episode in episodes if not episode.done()]
             await self._wait_for_change()
 
     def _may_start(self) -> bool:
         rollout = self.config.rollout
-        if rollout.max_running and self.ledger.count("running") >= rollout.max_running:
+        if rollout.max_running and self.ledger.count("running") + self.group_size > rollout.max_running:
             return False
-        return may_admit(self.ledger.outstanding, staleness=rollout.staleness, batch_size=self.config.train.batch_size)
+        after = self.ledger.outstanding + self.group_size
+        return may_admit(after - 1, staleness=rollout.staleness, batch_size=self.config.train.batch_size)
 
-    def _submit(self) -> EpisodeRequest:
-        """Draw the next task and enter its episode in the ledger."""
+    def _submit(self) -> list[EpisodeRequest]:
+        """Draw the next task and enter its episode, or its group of them, in the ledger."""
         cursor, task = self.source.state_dict(), self.source.next()
-        episode_id = EpisodeId(self._next_ordinal)
-        self._next_ordinal += 1
-        self.ledger.submit(episode_id, task.task_id, task.environment, task.workload, self.published_version)
-        self._issued[episode_id.ordinal] = Issued(task, cursor)
-        return self._request(episode_id, task)
+        requests = []
+        for _ in range(self.group_size):
+            episode_id = EpisodeId(self._next_ordinal)
+            self._next_ordinal += 1
+            self.ledger.submit(episode_id, task.task_id, task.environment, task.workload, self.published_version)
+            self._issued[episode_id.ordinal] = Issued(task, cursor)
+            requests.append(self._request(episode_id, task))
+        return requests
 
     def _reissue(self, ordinal: int) -> EpisodeRequest:
         """An episode that was running when the run stopped begins anew under the weights of now."""
@@ -212,7 +218,8 @@ class TrainingLoop:
 
     def _needed(self) -> bool:
         """Whether the steps that remain cannot be filled from what is already in flight."""
-        return len(self.ledger.entries) < self._remaining()
+        still_wanted = sum(self.buffer.group_of(ordinal) not in self._lost_groups for ordinal in self.ledger.entries)
+        return still_wanted + self.group_size <= self._remaining()
 
     def _remaining(self) -> int:
         """Episodes that the steps not yet done take, the one being trained included."""
@@ -226,25 +233,46 @@ class TrainingLoop:
                 self._failures_in_a_row = 0
                 self._accept(outcome)
                 return
-            retried = outcome.reason not in PERMANENT_REASONS and request.episode_id.attempt < self.config.rollout.retries
+            hopeless = outcome.reason in PERMANENT_REASONS or self.buffer.group_of(request.episode_id.ordinal) in self._lost_groups
+            retried = not hopeless and request.episode_id.attempt < self.config.rollout.retries
             self.observer.failure(outcome, retried)
             self._count_failure(outcome)
             if not retried:
                 self.ledger.drop(request.episode_id, outcome.reason, outcome.tokens)
                 del self._issued[request.episode_id.ordinal]
+                self._lose_group(request.episode_id, outcome.reason)
                 self._signal()
                 return
             episode_id = self.ledger.retry(request.episode_id, outcome.reason, outcome.tokens, self.published_version)
             request = self._request(episode_id, request.task)
 
     def _accept(self, finished: Finished[Any]) -> None:
+        episode_id = finished.meta.episode_id
         self.ledger.finish(finished.meta)
-        del self._issued[finished.meta.episode_id.ordinal]
+        del self._issued[episode_id.ordinal]
         if finished.meta.action_tokens == 0:
-            self.ledger.drop(finished.meta.episode_id, finished.meta.finish.detail or "no_action")
+            reason = finished.meta.finish.detail or "no_action"
+            self.ledger.drop(episode_id, reason)
+            self._lose_group(episode_id, reason)
         else:
             self.buffer.add(finished)
+            lost = self._lost_groups.get(self.buffer.group_of(episode_id.ordinal))
+            if lost is not None:
+                self._lose_group(episode_id, lost)
         self._signal()
+
+    def _lose_group(self, episode_id: EpisodeId, reason: str) -> None:
+        """A group that lost a member is never trained: its finished members are dropped as group_<reason>, those that still run when they finish."""
+        group = self.buffer.group_of(episode_id.ordinal)
+        for mate in self.buffer.pop_group(group):
+            self.ledger.drop(mate.meta.episode_id, f"group_{reason}")
+        if any(ordinal in self.ledger.entries for ordinal in self._members(group)):
+            self._lost_groups.setdefault(group, reason)
+        else:
+            self._lost_groups.pop(group, None)
+
+    def _members(self, group: int) -> range:
+        return range(group * self.group_size, (group + 1) * self.group_size)
 
     def _count_failure(self, failure: EpisodeFailure) -> None:
         self._failures_in_a_row += 1
@@ -294,8 +322,10 @@ class TrainingLoop:
         while not self._stopping:
             for late in self.buffer.pop_overdue(self.version):
                 self.ledger.drop(late.meta.episode_id, "overdue")
+                self._lose_group(late.meta.episode_id, "overdue")
                 self._signal()
-            batch = self.buffer.pop_batch(self.ledger.running_versions(), version_after=self.version + advance)
+            running = {o: v for o, v in self.ledger.running_versions().items() if self.buffer.group_of(o) not in self._lost_groups}
+            batch = self.buffer.pop_batch(running, version_after=self.version + advance)
             if batch is not None:
                 staleness = max(self.version - item.meta.oldest_version for item in batch)
                 self.max_staleness = max(self.max_staleness, staleness)
@@ -343,6 +373,7 @@ class TrainingLoop:
             "ledger": self.ledger.state_dict(),
             "source": self.source.state_dict(),
             "issued": {str(ordinal): issued.cursor for ordinal, issued in self._issued.items()},
+            "lost_groups": {str(group): reason for group, reason in self._lost_groups.items()},
         }
 
     def load_state_dict(
@@ -358,6 +389,11 @@ class TrainingLoop:
             self.source.load_state_dict(cursor)
             self._issued[int(ordinal)] = Issued(self.source.next(), cursor)
         self.source.load_state_dict(state["source"])
+        for group, reason in state["lost_groups"].items():
+            for ordinal in self._members(int(group)):
+                if ordinal in self._issued:
+                    self.ledger.drop(self.ledger.entries[ordinal].episode_id, f"group_{reason}")
+                    del self._issued[ordinal]
         self.buffer.items = list(buffered)
         self._replay = replay
 
@@ -374,11 +410,16 @@ class TrainingLoop:
 
     def _drop_surplus(self) -> None:
         """Let go what no step can take any more: an episode that was dropped after the checkpoint, and replaced, is in flight again with its replacement trained."""
-        by_loss = sorted(self.ledger.entries.values(), key=lambda entry: (entry.state == "running", entry.episode_id), reverse=True)
-        for entry in by_loss[: max(0, len(by_loss) - self._remaining())]:
-            self.ledger.drop(entry.episode_id, "surplus")
-            self._issued.pop(entry.episode_id.ordinal, None)
-            self.buffer.items = [item for item in self.buffer.items if item.meta.episode_id != entry.episode_id]
+        groups: dict[int, list[Entry]] = {}
+        for ordinal, entry in self.ledger.entries.items():
+            groups.setdefault(self.buffer.group_of(ordinal), []).append(entry)
+        by_loss = sorted(groups, key=lambda group: (any(entry.state == "running" for entry in groups[group]), group), reverse=True)
+        surplus = (len(self.ledger.entries) - self._remaining()) // self.group_size
+        for group in by_loss[: max(0, surplus)]:
+            for entry in groups[group]:
+                self.ledger.drop(entry.episode_id, "surplus")
+                self._issued.pop(entry.episode_id.ordinal, None)
+            self.buffer.pop_group(group)
 
     def _readmit(self, batch: Sequence[Finished[Any]]) -> None:
         """Bring the episodes of a replayed batch to where a step finds them, those included that were submitted after the checkpoint."""

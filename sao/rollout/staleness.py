@@ -33,8 +33,8 @@ def may_admit(outstanding: int, *, staleness: int, batch_size: int) -> bool:
 def may_start(remaining: Iterable[int], *, version_after: int, staleness: int, batch_size: int) -> bool:
     """Rule 2. `remaining`: versions of the episodes, running or buffered, that this step leaves behind; `version_after`: the trainer's version after it.
 
-    Groups count as one episode each, and `batch_size` in groups. An episode of version u can still be trained at versions up to u + staleness, so those with u <= version_after - 1 + k - staleness have to fit
-    into the next k steps.
+    Groups count as one episode each, and `batch_size` in groups. An episode of version u can still be trained at versions up to u + staleness, so those
+    with u <= version_after - 1 + k - staleness have to fit into the next k steps.
     """
     ordered = sorted(remaining)
     horizon = version_after - 1 - staleness

@@ -25,7 +25,7 @@ from typing import Any
 from sao.errors import UserError
 
 FOLDER = "checkpoints"
-FORMAT = 1
+FORMAT = 2
 MANIFEST, STATE, BUFFER = "manifest.json", "state.json", "buffer.parquet"
 
 

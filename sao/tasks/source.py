@@ -16,6 +16,7 @@ from sao.config import Config, EnvConfig, RewardConfig
 from sao.environment import Task
 from sao.errors import ConfigError
 from sao.tasks.mixture import Mixture, interleave, shares_of
+from sao.tasks.pool import Pool
 from sao.tasks.procedural import ProceduralSource
 from sao.tasks.row_source import RowSource, held_out_of_rows
 from sao.tasks.rows import RowFormat, Rows, open_rows
@@ -64,7 +65,8 @@ def build_source(config: Config, env_configs: Sequence[EnvConfig]) -> TaskSource
     """
     weights = _weights(config, env_configs)
     sources = [_source(config, env, alone=len(env_configs) == 1) for env in env_configs]
-    return Mixture(sources, weights) if weights else sources[0]
+    source: TaskSource = Mixture(sources, weights) if weights else sources[0]
+    return Pool(source, config.data.pool) if config.data.pool else source
 
 
 def build_held_out(config: Config, env_configs: Sequence[EnvConfig], n: int | None = None) -> list[Task]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -13,14 +14,16 @@ from hypothesis import strategies as st
 from sao.config import Config
 from sao.errors import EnvironmentFailure
 from sao.loop import TrainingLoop
-from tests.fakes import CountingLearner, CountingSource, FakeEngines, SilentObserver, TimedWorkers
+from sao.rollout.staleness import Buffer, Finished
+from tests.fakes import CountingLearner, CountingSource, FakeEngines, SilentObserver, TimedWorkers, make_trajectory
 from tests.virtual_time import Deadlock, run
 
 
 def make_config(
-    *, staleness: int, batch: int = 4, steps: int = 8, critic_only: int = 0, overdue: str = "wait", retries: int = 1, every: int = 1
+    *, staleness: int, batch: int = 4, steps: int = 8, critic_only: int = 0, overdue: str = "wait", retries: int = 1, every: int = 1, group: int = 1
 ) -> Config:
     config = Config()
+    config.rollout.rollouts_per_prompt = group
     config.train.batch_size, config.train.steps = batch, steps
     config.critic.critic_only_steps = critic_only
     config.rollout.staleness, config.rollout.overdue, config.rollout.retries = staleness, overdue, retries
@@ -56,10 +59,12 @@ def drive(
     failure=st.floats(0.0, 0.4),
     limit=st.sampled_from([3.0, 20.0, float("inf")]),
     every=st.integers(1, 3),
+    group=st.sampled_from([1, 1, 2, 4]),
     seed=st.integers(0, 2**16),
 )
-def test_bound_holds_and_nothing_is_dropped_for_age(staleness, batch, critic_only, sigma, slow, failure, limit, every, seed):
-    config = make_config(staleness=staleness, batch=batch, critic_only=critic_only, every=min(every, staleness + 1))
+def test_bound_holds_and_nothing_is_dropped_for_age(staleness, batch, critic_only, sigma, slow, failure, limit, every, group, seed):
+    batch *= group
+    config = make_config(staleness=staleness, batch=batch, critic_only=critic_only, every=min(every, staleness + 1), group=group)
     rng = random.Random(seed)
     loop, learner, workers, _ = drive(
         config,
@@ -82,6 +87,10 @@ def test_bound_holds_and_nothing_is_dropped_for_age(staleness, batch, critic_onl
     trained = [t.episode_id.ordinal for b in learner.batches for t in b]
     assert len(trained) == len(set(trained)) == loop.total_batches * batch
     assert all(b == sorted(b, key=lambda t: t.episode_id.ordinal) for b in learner.batches)
+    for trained_together in learner.batches:
+        members = Counter(t.episode_id.ordinal // group for t in trained_together)
+        assert set(members.values()) == {group}, "a batch holds whole groups"
+        assert len({(t.episode_id.ordinal // group, t.task_id) for t in trained_together}) == len(members), "a group has one task"
 
 
 def test_the_batch_order_rule_is_what_holds_the_bound(monkeypatch):
@@ -191,6 +200,82 @@ def test_a_publication_waits_for_what_holds_it():
 
     run(main())
     assert seen == [(0, 1)] and engines.history == [1, 2, 3, 4]
+
+
+def test_a_group_waits_for_its_slowest_member_and_batches_take_complete_groups():
+    config = make_config(staleness=1, batch=2, steps=3, group=2)
+    _, learner, _, _ = drive(config, latency=lambda request: 5.0 if request.episode_id.ordinal == 1 else 0.1)
+    assert [t.episode_id.ordinal for t in learner.batches[0]] == [2, 3]
+    assert sorted(t.episode_id.ordinal for b in learner.batches for t in b) == list(range(6))
+
+
+def test_a_group_that_loses_a_member_is_dropped_whole_and_counted():
+    """Episode 5 fails for good: 4 was finished and goes at once, 6 and 7 still run and go when they finish; another group takes their place."""
+    config = make_config(staleness=1, batch=4, steps=3, group=4, retries=0)
+    latency = {4: 0.1, 5: 0.5, 6: 2.0, 7: 3.0}
+    loop, learner, _, _ = drive(
+        config, latency=lambda request: latency.get(request.episode_id.ordinal, 1.0), fails=lambda request: request.episode_id.ordinal == 5
+    )
+    audit = loop.ledger.audit()
+    assert audit["prompts"]["dropped"] == {"environment": 1, "group_environment": 3} and audit["closes"]
+    assert sorted(t.episode_id.ordinal // 4 for b in learner.batches for t in b) == [0] * 4 + [2] * 4 + [3] * 4
+    assert not loop._lost_groups
+
+
+def test_a_retried_member_keeps_its_group():
+    config = make_config(staleness=2, batch=4, steps=4, group=4)
+    loop, learner, _, _ = drive(config, fails=lambda request: request.episode_id == (5, 0))
+    audit = loop.ledger.audit()
+    assert audit["prompts"]["retried"] == {"environment": 1} and not audit["prompts"]["dropped"]
+    assert any(t.episode_id == (5, 1) for b in learner.batches for t in b)
+
+
+def test_an_overdue_group_goes_whole():
+    config = make_config(staleness=1, batch=4, steps=8, overdue="drop", group=2)
+    loop, learner, _, _ = drive(config, latency=lambda request: 8.0 if request.episode_id.ordinal % 8 == 0 else 0.1)
+    dropped = loop.ledger.dropped
+    assert max(learner.staleness) <= 1 and loop.ledger.audit()["closes"]
+    assert dropped["overdue"] > 0 and dropped.total() % 2 == 0 and set(dropped) <= {"overdue", "group_overdue"}
+
+
+@pytest.mark.parametrize("most", [2, 5])
+def test_the_cap_on_running_episodes_counts_whole_groups(most):
+    config = make_config(staleness=2, batch=4, steps=5, group=2)
+    config.rollout.max_running = most
+    loop, _, workers, _ = drive(config)
+    assert workers.most == most - most % 2 and loop.complete
+
+
+finished = st.tuples(st.integers(0, 11), st.integers(0, 6))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    done=st.lists(finished, max_size=12, unique_by=lambda pair: pair[0]),
+    running=st.dictionaries(st.integers(0, 11), st.integers(0, 6), max_size=12),
+    group=st.sampled_from([1, 2, 3]),
+    groups=st.integers(1, 3),
+    staleness=st.integers(0, 4),
+    after=st.integers(0, 8),
+)
+def test_a_buffer_of_groups_equals_a_buffer_of_their_oldest_members(done, running, group, groups, staleness, after):
+    """A slow reference: groups become single episodes of their oldest version, incomplete ones still running, and the plain buffer decides."""
+    running = {ordinal: version for ordinal, version in running.items() if ordinal not in dict(done)}
+    items = [Finished(make_trajectory(o, versions=(v, v)).meta(), o) for o, v in done]
+    buffer = Buffer(staleness, groups * group, group=group, items=list(items))
+    batch = buffer.pop_batch(running, version_after=after)
+
+    versions: dict[int, list[int]] = {}
+    for ordinal, version in [*done, *running.items()]:
+        versions.setdefault(ordinal // group, []).append(version)
+    complete = [g for g in versions if sum(o // group == g for o, _ in done) == group]
+    single = Buffer(staleness, groups, items=[Finished(make_trajectory(g, versions=(min(versions[g]),)).meta(), g) for g in complete])
+    expected = single.pop_batch({g: min(v) for g, v in versions.items() if g not in complete}, version_after=after)
+    if expected is None:
+        assert batch is None and buffer.items == items
+    else:
+        assert [item.handle for item in batch] == [o for f in expected for o in range(f.handle * group, (f.handle + 1) * group)]
+        assert sorted(item.handle for item in [*batch, *buffer.items]) == sorted(o for o, _ in done)
 
 
 def test_truncation_drop_neither_deadlocks_nor_counts_as_trained():

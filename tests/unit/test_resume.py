@@ -103,13 +103,15 @@ def sitting(config, disk: Disk | None, step_s, latency, fails, until: float | No
     every=st.integers(0, 4),
     failure=st.sampled_from([0.0, 0.2]),
     deaths=st.lists(st.floats(0.5, 12.0), max_size=4),
+    group=st.sampled_from([1, 1, 3]),
     seed=st.integers(0, 2**16),
 )
 @example(
-    staleness=4, batch=5, critic_only=0, every=0, failure=0.2, deaths=[3.0, 1.0, 10.0], seed=0
+    staleness=4, batch=5, critic_only=0, every=0, failure=0.2, deaths=[3.0, 1.0, 10.0], group=1, seed=0
 )  # a dropped episode came back beside its replacement
-def test_any_number_of_sudden_deaths_leaves_one_closed_account(staleness, batch, critic_only, every, failure, deaths, seed):
-    config = make_config(staleness=staleness, batch=batch, critic_only=critic_only, steps=6)
+def test_any_number_of_sudden_deaths_leaves_one_closed_account(staleness, batch, critic_only, every, failure, deaths, group, seed):
+    batch *= group
+    config = make_config(staleness=staleness, batch=batch, critic_only=critic_only, steps=6, group=group)
     config.checkpoint.every = every
     rng = random.Random(seed)
     draws = (
@@ -132,12 +134,19 @@ def test_any_number_of_sudden_deaths_leaves_one_closed_account(staleness, batch,
     assert trained and max(trained.values()) == 1
     assert len(trained) == audit["prompts"]["trained"] == loop.total_batches * batch
     assert len(trained) + sum(audit["prompts"]["dropped"].values()) == audit["prompts"]["submitted"]
+    for step in learner.stored.values():
+        assert set(Counter(t.episode_id.ordinal // group for t in step).values()) == {group}
 
 
 @settings(max_examples=30, deadline=None)
-@given(every=st.integers(0, 3), deaths=st.lists(st.floats(0.5, 10.0), min_size=1, max_size=4), seed=st.integers(0, 2**16))
-def test_at_bound_zero_a_resumed_run_has_the_weights_of_an_undisturbed_one(every, deaths, seed):
-    config = make_config(staleness=0, batch=3, critic_only=1, steps=6)
+@given(
+    every=st.integers(0, 3),
+    deaths=st.lists(st.floats(0.5, 10.0), min_size=1, max_size=4),
+    group=st.sampled_from([1, 3]),
+    seed=st.integers(0, 2**16),
+)
+def test_at_bound_zero_a_resumed_run_has_the_weights_of_an_undisturbed_one(every, deaths, group, seed):
+    config = make_config(staleness=0, batch=3, critic_only=1, steps=6, group=group)
     config.checkpoint.every = every
     rng = random.Random(seed)
     draws = (lambda step: rng.uniform(0.1, 2.0), lambda request: rng.uniform(0.2, 2.0), lambda request: False)

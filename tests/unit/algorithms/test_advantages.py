@@ -147,22 +147,40 @@ def test_inserting_masked_tokens_changes_nothing(data, gaps, gamma, lam):
         assert not b[~spread].any()
 
 
-@pytest.mark.integration
-def test_torchrl_agrees_on_the_compressed_sequence():
-    """An oracle we did not write; it keeps its decay factors in float32. Marked for its import, which takes ten seconds."""
+@pytest.fixture
+def torchrl_functional():
+    """torchrl takes its decay factors in the default type: float64 here, so that it is an oracle to 1e-12."""
     functional = pytest.importorskip("torchrl.objectives.value.functional")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(F64)
+    yield functional
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("gamma", [0.97, 1.0])
+@pytest.mark.parametrize("lam", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("cut", [False, True])
+def test_torchrl_agrees_on_the_compressed_sequence(torchrl_functional, gamma, lam, cut):
+    """GAE, and the critic's targets as TD(lambda) returns: an oracle that we did not write. Marked for its import, which takes ten seconds."""
     generator = torch.Generator().manual_seed(0)
     rewards, values = (torch.randn(5, 40, dtype=F64, generator=generator) for _ in range(2))
+    ends = torch.randn(5, dtype=F64, generator=generator) if cut else torch.zeros(5, dtype=F64)
     mask = torch.rand(5, 40, generator=generator) < 0.4
     for row in range(5):
         keep = mask[row]
         value, reward = values[row][keep][:, None], rewards[row][keep][:, None]
+        following = torch.cat([value[1:], ends[row].reshape(1, 1)])
         done = torch.zeros_like(value, dtype=torch.bool)
         done[-1] = True
-        oracle, target = functional.generalized_advantage_estimate(0.97, 0.9, value, torch.cat([value[1:], value[:1] * 0]), reward, done, done)
-        got, returns = skip_observation_gae(rewards[row : row + 1], values[row : row + 1], keep[None], gamma=0.97, lam=0.9)
-        torch.testing.assert_close(got[0, keep], oracle[:, 0], atol=2e-6, rtol=0)
-        torch.testing.assert_close(returns[0, keep], target[:, 0], atol=2e-6, rtol=0)
+        terminated = done & (not cut)
+        oracle, _ = torchrl_functional.generalized_advantage_estimate(gamma, lam, value, following, reward, done, terminated)
+        target = torchrl_functional.td_lambda_return_estimate(gamma, lam, following, reward, done, terminated)
+        got, returns = skip_observation_gae(
+            rewards[row : row + 1], values[row : row + 1], keep[None], gamma=gamma, lam=lam, bootstrap=ends[row : row + 1]
+        )
+        torch.testing.assert_close(got[0, keep], oracle[:, 0], atol=1e-12, rtol=0)
+        torch.testing.assert_close(returns[0, keep], target[:, 0], atol=1e-12, rtol=0)
 
 
 def test_every_position_gae_pays_for_observations():

@@ -1,11 +1,14 @@
 """Policy and critic: one gradient whatever the split, the packing, the padding; K steps; refusals. float64, 1e-9."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sao.algorithms.catalogue import LOSSES
 from sao.algorithms.policy_loss import dis
 from sao.algorithms.value_loss import mse
 from sao.errors import ConfigError, LearnerFailure
@@ -22,6 +25,9 @@ MASK = torch.rand(BATCH.action_tokens, generator=torch.Generator().manual_seed(5
 ADVANTAGES = torch.randn(BATCH.action_tokens, dtype=F64, generator=torch.Generator().manual_seed(6))
 LENGTHS = [s.length for s in BATCH.samples]
 MODELS = {kind: (causal_model(kind), critic_model(kind)) for kind in ("llama", "qwen3")}
+OLD = torch.log_softmax(torch.randn(BATCH.action_tokens, 9, dtype=F64, generator=torch.Generator().manual_seed(7)), -1)[:, 0]
+OUTCOMES = (torch.rand(BATCH.action_tokens, generator=torch.Generator().manual_seed(8)) < 0.5).double()
+POSITIVE = float((OUTCOMES[MASK] > 0).double().mean())
 CONTEXT_ONLY = make_batch([trajectory(9, [segment([0, 0, 1, 1], rng=np.random.default_rng(0))])])
 
 
@@ -29,6 +35,10 @@ def policy(kind: str = "llama", **changes: object) -> Policy:
     made = config(**changes)
     reference = causal_model(kind, seed=7) if made.algo.kl_coef else None
     return Policy(MODELS[kind][0], made.algo, made.optim.policy, total_steps=5, reference=reference)
+
+
+def policy_with(loss: str):
+    return functools.partial(policy, algo__loss=loss)
 
 
 def critic(kind: str = "llama") -> Critic:
@@ -39,7 +49,8 @@ def feed(target: Policy | Critic, group: list[int], mask: torch.Tensor = MASK, a
     packed = pack([BATCH.samples[i] for i in group])
     slots = packed.slots
     if isinstance(target, Policy):
-        target.accumulate(PolicyBatch(packed, BATCH.behaviour[slots].double(), advantages[slots], mask[slots]))
+        more = {"old": OLD[slots], "outcomes": OUTCOMES[slots], "positive_share": POSITIVE}
+        target.accumulate(PolicyBatch(packed, BATCH.behaviour[slots].double(), advantages[slots], mask[slots], **more))
     else:
         target.accumulate(CriticBatch(packed, advantages[slots], mask[slots]))
 
@@ -59,8 +70,11 @@ def assert_same(a: tuple, b: tuple) -> None:
         assert value == pytest.approx(b[1][name], abs=1e-9), name
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("make", [policy, critic])
+CASES = [(kind, make) for kind in ("llama", "qwen3") for make in (policy, critic)]
+CASES += [("llama", policy_with(loss)) for loss in sorted(LOSSES) if loss != "dis"]
+
+
+@pytest.mark.parametrize(("kind", "make"), CASES, ids=lambda x: x.keywords["algo__loss"] if isinstance(x, functools.partial) else str(x))
 @settings(max_examples=6, deadline=None)
 @given(order=st.permutations(range(6)), budget=st.integers(1, 120), noise=st.lists(st.sampled_from(["empty", "masked"]), max_size=2))
 def test_gradient_does_not_depend_on_split_order_or_empty_micro_batches(kind, make, order, budget, noise):
@@ -77,7 +91,8 @@ def test_gradient_does_not_depend_on_split_order_or_empty_micro_batches(kind, ma
     assert_same(whole, split)
 
 
-def test_padding_after_the_last_action_token_changes_nothing():
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_padding_after_the_last_action_token_changes_nothing(loss):
     """A longer sample takes another place among the padded groups; its extra context feeds no loss."""
     rng = np.random.default_rng(0)
     short = [segment([0, 1, 1], rng=rng), segment([0, 0, 1, 1, 1], rng=rng)]
@@ -88,8 +103,9 @@ def test_padding_after_the_last_action_token_changes_nothing():
     results = []
     for parts in (short, padded):
         made = make_batch([trajectory(i, [p]) for i, p in enumerate(parts)])
-        target = policy()
-        target.accumulate(PolicyBatch(pack(made.samples), made.behaviour.double(), torch.ones(5, dtype=F64), torch.ones(5).bool()))
+        target = policy(algo__loss=loss)
+        more = {"old": made.behaviour.double() + 0.1, "outcomes": torch.ones(5), "positive_share": 1.0}
+        target.accumulate(PolicyBatch(pack(made.samples), made.behaviour.double(), torch.ones(5, dtype=F64), torch.ones(5).bool(), **more))
         results.append(outcome(target))
     assert_same(*results)
 

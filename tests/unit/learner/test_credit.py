@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sao.errors import ConfigError
 from sao.learner.batching import make_batch
@@ -83,6 +85,52 @@ def test_nothing_in_nothing_out():
     empty = make_batch([])
     assert critic_targets(empty, config().algo, torch.zeros(0)).shape == (0,)
     assert policy_advantages(empty, config().algo, torch.zeros(0), policy_lambda(empty, config().algo)).shape == (0,)
+
+
+masks = st.lists(st.booleans(), min_size=1, max_size=5).map(lambda bits: [False, *bits])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    parts=st.lists(st.tuples(masks, st.one_of(st.none(), st.integers(0, 4))), min_size=1, max_size=5).filter(lambda p: any(any(m) for m, _ in p)),
+    gamma=st.sampled_from([1.0, 0.9]),
+    seed=st.integers(0, 999),
+)
+def test_segments_against_a_slow_reference(parts, gamma, seed):
+    """Advantages and targets of a compacted, branched episode, token by token with plain numbers: who comes after whom is searched, not counted."""
+    parents, chain = [], None
+    for index, (_, wish) in enumerate(parts):
+        parent = None if wish is None or wish >= index else wish
+        parents.append(chain if parent is None else parent)
+        chain = index if parent is None else chain
+    given_parents = [None if wish is None or wish >= i else (wish, 0) for i, (_, wish) in enumerate(parts)]
+    made = make_batch([trajectory(0, [segment(m, rng=RNG, parent=p) for (m, _), p in zip(parts, given_parents, strict=True)], 1.0)])
+    algo = config(algo__gamma=gamma).algo
+    values = torch.tensor(np.random.default_rng(seed).normal(size=made.states))
+    lam = policy_lambda(made, algo)
+    got, targets = policy_advantages(made, algo, values, lam), critic_targets(made, algo, values)
+
+    counts = [sum(m) for m, _ in parts]
+
+    def follows(later: int, earlier: int) -> bool:
+        above = parents[later]
+        return above is not None and (above == earlier or follows(above, earlier))
+
+    total = sum(counts)
+    for sample in made.samples:
+        after = sum(counts[other] for other in range(len(parts)) if follows(other, sample.segment))
+        decay = gamma * (1 - 1 / (1.5 * total))
+        for place, position in enumerate(sample.actions):
+            advantage = 0.0
+            for k in range(len(sample.actions) - 1, place - 1, -1):
+                here = float(values[sample.state_offset + sample.actions[k]])
+                last = k == len(sample.actions) - 1
+                ahead = 1.0 if last else gamma * float(values[sample.state_offset + sample.actions[k + 1]])
+                advantage = ahead - here + (0.0 if last else decay * advantage)
+            assert position == sample.actions[place]
+            assert float(got[sample.offset + place]) == pytest.approx(decay**after * advantage, abs=1e-6)
+            steps_left = len(sample.actions) - 1 - place + after
+            assert float(targets[sample.offset + place]) == pytest.approx(gamma**steps_left, abs=1e-6)
 
 
 @pytest.mark.parametrize(

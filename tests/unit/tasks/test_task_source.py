@@ -324,3 +324,30 @@ def test_reward_reaches_environments_that_take_it() -> None:
     assert environment_args(env("sums", f"{HERE}:Sums"), config.reward) == {}
     args = environment_args(env("plain", SINGLE_TURN, args={"reward": {"timeout_s": 1.0}}), config.reward)
     assert args["reward"]["function"] == "pkg.module:f" and args["reward"]["timeout_s"] == 1.0
+
+
+def test_a_pool_draws_its_first_tasks_over_and_over_and_seeks():
+    def build(size: int) -> TaskSource:
+        config = Config()
+        config.data.pool = size
+        return build_source(config, [EnvConfig("sums", f"{HERE}:Sums")])
+
+    source, whole = build(3), build(0)
+    first = [whole.next() for _ in range(3)]
+    drawn = [source.next() for _ in range(8)]
+    assert drawn == [*first, *first, *first[:2]] and source.length == 3
+    assert source.metrics()["rollout/pool_passes"] == pytest.approx(8 / 3)
+    again = build(3)
+    again.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    assert [again.next() for _ in range(4)] == [first[2], *first]
+    assert again.held_out(4) == whole.held_out(4) and again.probes(2) == whole.probes(2)
+
+
+def test_a_pool_larger_than_the_data_is_refused(tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "a"}\n' * 5)
+    config = Config()
+    config.data.path, config.data.pool = str(tmp_path / "tasks.jsonl"), 6
+    with pytest.raises(ConfigError, match=r"data\.pool=6 is more than the 5 tasks"):
+        build_source(config, [EnvConfig("single_turn", SINGLE_TURN)])
+    config.data.pool = 5
+    assert build_source(config, [EnvConfig("single_turn", SINGLE_TURN)]).length == 5
