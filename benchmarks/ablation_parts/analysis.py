@@ -102,7 +102,7 @@ def paired_bootstrap(differences: Sequence[float], *, seed: int = 0, resamples: 
     return Paired(float(d.mean()), float(low), float(high), float(p), _detectable(centred, generator), len(d))
 
 
-def _detectable(centred: NDArray[np.float64], generator: np.random.Generator, studies: int = 400, resamples: int = 1000) -> float:
+def _detectable(centred: NDArray[np.float64], generator: np.random.Generator, studies: int = 300, resamples: int = 400) -> float:
     n = len(centred)
     samples = centred[generator.integers(n, size=(studies, n))]
     means, rest = samples.mean(1), samples - samples.mean(1, keepdims=True)

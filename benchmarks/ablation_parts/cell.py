@@ -155,7 +155,8 @@ class Run:
             entry["masked_low"], entry["masked_high"] = float(token.low.sum() / n), float(token.high.sum() / n)
             entry["log_ratio"] = float(token.log_ratio.abs().sum() / n)
             cut, up, down = token.low | token.high, token.counted & (advantages[r] > 0), token.counted & (advantages[r] < 0)
-            counts = torch.stack([x.sum() for x in (up, up & cut, down, down & cut, token.low, token.high)]).tolist()
+            sided = up | down  # tokens without an advantage would train nothing anyway
+            counts = torch.stack([x.sum() for x in (up, up & cut, down, down & cut, token.low & sided, token.high & sided)]).tolist()
             seen = self.masked[copy].setdefault(gap, [0] * 6)
             self.masked[copy][gap] = [a + b for a, b in zip(seen, counts, strict=True)]
         total.backward()

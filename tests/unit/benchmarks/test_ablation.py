@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import ablation
 import numpy as np
@@ -26,7 +27,7 @@ TINY = Plan(steps=13, rollouts=16, eval_every=4, heldout=8, final=8)
         ([0.4, 0.8, 0.41, 0.4, 0.4], Collapse("none")),  # at half of the best is not below it
         ([0.4, 0.8, 0.3, 0.3, 0.5, 0.8], Collapse("none")),  # two in a row, then back
         ([0.4, 0.8, 0.3, 0.2, 0.1, 0.1], Collapse("collapsed", 2)),
-        ([0.4, 0.8, 0.3, 0.2, 0.1, 0.63, 0.64], Collapse("collapsed", 2, 6)),
+        ([0.4, 0.8, 0.3, 0.2, 0.1, 0.63, 0.65], Collapse("collapsed", 2, 6)),
         ([0.4, 0.1, 0.1, 0.1], Collapse("collapsed", 1)),  # from the warm start's own level
         ([0.4, 0.8, 0.3], Collapse("censored", 2)),
         ([0.4, 0.8, 0.9, 0.3, 0.2], Collapse("censored", 3)),
@@ -42,7 +43,7 @@ def test_a_gradient_that_is_not_finite_is_a_collapse():
 
 
 def test_time_to_recovery_is_censored_at_the_end():
-    assert collapse([0.4, 0.8, 0.3, 0.2, 0.1, 0.63, 0.64]).waited(7) == 4
+    assert collapse([0.4, 0.8, 0.3, 0.2, 0.1, 0.63, 0.65, 0.7]).waited(8) == 4
     assert collapse([0.4, 0.8, 0.3, 0.2, 0.1, 0.1]).waited(6) == 3
     assert collapse([0.4, 0.8]).waited(2) is None and collapse([0.4, 0.8, 0.3]).waited(3) is None
 
@@ -149,19 +150,30 @@ def test_the_figure_holds_a_line_for_every_seed_and_a_mean():
 # Cells
 
 
-def spec(name: str, task: str = "lookup", bound: int = 2) -> Spec:
+def spec(name: str, task: str = "chain", bound: int = 2) -> Spec:
     return Spec(name, task, bound, (0, 1), (1e-3, 1e-3), TINY)
 
 
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """Warm starts of a few steps, enough for some reward; made once."""
+    folder = tmp_path_factory.mktemp("warm")
+    with pytest.MonkeyPatch.context() as patch:
+        for task, steps in (("chain", 60), ("lookup", 120)):
+            patch.setattr(TASKS[task], "warm_steps", steps)
+            cell.warm_weights(TASKS[task], (0, 1), folder)
+    return folder / "warm"
+
+
 @pytest.fixture
-def quick(monkeypatch):
-    for task in TASKS.values():
-        monkeypatch.setattr(task, "warm_steps", 3)
+def folder(warm, tmp_path):
+    shutil.copytree(warm, tmp_path / "warm")
+    return tmp_path
 
 
 @pytest.mark.parametrize("name", methods.METHODS + methods.EIGHTFOLD)
-def test_one_tiny_cell_of_every_method(name, quick, tmp_path):
-    found = run_to_file(spec(name), tmp_path)
+def test_one_tiny_cell_of_every_method(name, folder):
+    found = run_to_file(spec(name), folder)
     chosen = methods.method(name)
     eightfold = name in methods.EIGHTFOLD
     assert found["rollouts_per_step"] == TINY.rollouts * (8 if eightfold else 1)
@@ -186,26 +198,26 @@ def test_methods_are_what_their_names_say():
     }  # fmt: skip
 
 
-def test_parts_that_are_off_change_the_outcome(quick, tmp_path):
+def test_parts_that_are_off_change_the_outcome(folder):
     """Every variant of sao departs from it in its weights: no switch is dead. Variants of the advantage alone share the critic's path."""
     seen = {}
     for name in ("sao", "sao_no_dis", "sao_k1", "sao_full_critic", "sao_fixed_lambda", "sao_no_skip", "sao_step_values"):
-        job = cell.Run(spec(name), tmp_path)
+        job = cell.Run(spec(name, "lookup"), folder)
         for step in range(TINY.steps):
             job.step(step)
         seen[name] = job.policy["embed"].detach().numpy().tobytes()
     assert len(set(seen.values())) == len(seen)
 
 
-def test_every_method_meets_the_same_prompts_and_starts_from_the_same_weights(quick, tmp_path):
-    jobs = [cell.Run(spec(name), tmp_path) for name in ("sao", "single_dis")]
+def test_every_method_meets_the_same_prompts_and_starts_from_the_same_weights(folder):
+    jobs = [cell.Run(spec(name), folder) for name in ("sao", "single_dis")]
     left, right = ([job._draw(copy)[0] for copy in (0, 1)] for job in jobs)
     assert all((a == b).all() for a, b in zip(left, right, strict=True)) and (left[0] != left[1]).any()
     assert all((jobs[0].policy[name] == jobs[1].policy[name]).all() for name in jobs[0].policy)
 
 
-def test_the_sampler_is_as_old_as_the_bound_says(quick, tmp_path):
-    job = cell.Run(spec("single_dis", bound=2), tmp_path)
+def test_the_sampler_is_as_old_as_the_bound_says(folder):
+    job = cell.Run(spec("single_dis", bound=2), folder)
     past = [job.policy["embed"].detach().clone()]
     for step in range(5):
         assert (job.recent[0]["embed"] == past[max(0, job.version - 2)]).all()
@@ -217,30 +229,32 @@ class Killed(BaseException):
     pass
 
 
-def test_a_killed_ablation_goes_on_to_the_same_json(quick, tmp_path, monkeypatch):
+def test_a_killed_ablation_goes_on_to_the_same_json(folder, monkeypatch):
     """Killed inside the second of three cells: the first is kept as it is, a half-made one leaves nothing that counts."""
     specs = [spec(name, bound=1) for name in ("sao", "grpo", "running_mean")]
-    whole = {s.key: run_to_file(s, tmp_path / "whole") for s in specs}
-    run_to_file(specs[0], tmp_path / "killed")
+    for name in ("whole", "killed"):
+        shutil.copytree(folder / "warm", folder / name / "warm")
+    whole = {s.key: run_to_file(s, folder / "whole") for s in specs}
+    run_to_file(specs[0], folder / "killed")
     with monkeypatch.context() as patch:
         step = cell.Run.step
         patch.setattr(cell.Run, "step", lambda self, index: (_ for _ in ()).throw(Killed) if index == 6 else step(self, index))
         with pytest.raises(Killed):
-            run_to_file(specs[1], tmp_path / "killed")
-        run_to_file(specs[0], tmp_path / "killed")  # read, not run: it would be killed too
-    assert [p.name for p in (tmp_path / "killed" / "cells").iterdir()] == ["sao-lookup-1.json"]
+            run_to_file(specs[1], folder / "killed")
+        run_to_file(specs[0], folder / "killed")  # read, not run: it would be killed too
+    assert [p.name for p in (folder / "killed" / "cells").iterdir()] == ["sao-chain-1.json"]
     for s in specs:
-        run_to_file(s, tmp_path / "killed")
+        run_to_file(s, folder / "killed")
     for s in specs:
-        left, right = ((tmp_path / folder / "cells" / f"{s.key}.json").read_bytes() for folder in ("whole", "killed"))
+        left, right = ((folder / where / "cells" / f"{s.key}.json").read_bytes() for where in ("whole", "killed"))
         assert left == right
     assert json.loads(left) == whole[specs[-1].key]
 
 
-def test_a_cell_of_another_plan_is_made_again(quick, tmp_path):
-    run_to_file(spec("single_dis"), tmp_path)
-    other = Spec("single_dis", "lookup", 2, (0, 1), (2e-3, 2e-3), TINY)
-    assert run_to_file(other, tmp_path)["copies"][0]["lr"] == 2e-3
+def test_a_cell_of_another_plan_is_made_again(folder):
+    run_to_file(spec("single_dis"), folder)
+    other = Spec("single_dis", "chain", 2, (0, 1), (2e-3, 2e-3), TINY)
+    assert run_to_file(other, folder)["copies"][0]["lr"] == 2e-3
 
 
 def test_the_plan_of_the_whole():
