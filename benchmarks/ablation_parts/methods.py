@@ -16,8 +16,8 @@ from sao.algorithms import catalogue
 from sao.algorithms.advantages import every_position_gae, length_adaptive_lambda, skip_observation_gae, step_level_gae
 from sao.algorithms.outcome import Outcomes
 from sao.algorithms.policy_loss import LossInputs, TokenLoss
-from sao.config import AlgoConfig
-from sao.config_load import compose
+from sao.config import AlgoConfig, Config
+from sao.config_load import overlay
 
 VALUE_BASED = (
     "sao",
@@ -57,7 +57,7 @@ class Method:
 
 @cache
 def method(name: str) -> Method:
-    config = compose([f"algo={name.removesuffix('_x8')}"], training=False)
+    config = overlay(Config(), [f"algo={name.removesuffix('_x8')}"])
     algo, critic = config.algo, catalogue.needs_critic(config.algo)
     return Method(
         name=name,
