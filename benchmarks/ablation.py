@@ -27,7 +27,7 @@ the rates of bound 4; the x8 methods those of their namesakes.
 - recovered: the first later evaluation at 80 % of the best before the collapse. Otherwise the time to recovery is right-censored at the end of the run.
 - censored: fallen at the last evaluation or the last two, but not at three: too late to tell. Such a run counts neither as collapsed nor as not; the rate
   is collapsed / (runs - censored), and the rate with the censored counted as collapsed stands beside it. No collapse is right-censored at the end too: the
-  rate is that of 600 steps, and says nothing of later ones.
+  rate is that of 500 steps, and says nothing of later ones.
 
 **Tests.** Paired bootstrap over the 15 pairs of seed and task: sao and the other method start from the same weights and meet the same prompts (running_mean
 draws its own from a pool of 64). The smallest true difference that the test would find in 80 % of such studies stands beside each p.

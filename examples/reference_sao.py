@@ -379,7 +379,9 @@ def main() -> None:
         rows = history[begin : begin + window]
         reward, loss, masked = (sum(r.get(key, 0.0) for r in rows) / len(rows) for key in ("reward", "value_loss_0", "masked"))
         print(f"steps {begin:4d}..{begin + len(rows) - 1:4d}  reward {reward:.3f}  value loss {loss:.3f}  masked {masked:.3f}")
-    print(f"{time.perf_counter() - started:.0f} s on one core; weights {options.delay} versions old at every step; chance is {AskAndAdd.vocabulary**-2:.3f}")
+    print(
+        f"{time.perf_counter() - started:.0f} s on one core; weights {options.delay} versions old at every step; chance is {AskAndAdd.vocabulary**-2:.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ POLICY_CLIP, CRITIC_CLIP = 1.0, 10.0
 class Plan:
     """Sizes of the whole ablation. rollouts: of one step. final: held-out episodes of the last evaluation; heldout: of those along the way."""
 
-    steps: int = 600
+    steps: int = 500
     rollouts: int = 32
     eval_every: int = 25
     heldout: int = 256
