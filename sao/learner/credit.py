@@ -42,12 +42,12 @@ def check_algo(algo: AlgoConfig) -> None:
 
 
 def policy_lambda(batch: Batch, algo: AlgoConfig) -> Tensor:
-    """lambda_policy per sample, float32[S]: fixed, or length-adaptive in the whole episode's action tokens or turns."""
+    """lambda_policy per sample, float64[S]: fixed, or length-adaptive in the whole episode's action tokens or turns."""
     if algo.lambda_policy is not None:
-        return torch.full((len(batch.samples),), float(algo.lambda_policy))
+        return torch.full((len(batch.samples),), float(algo.lambda_policy), dtype=torch.float64)
     turns = algo.lambda_length == "turns"
     lengths = [sum(len(s.turn_ends()) for s in t.segments) if turns else t.action_tokens for t in batch.trajectories]
-    return length_adaptive_lambda([lengths[s.trajectory] for s in batch.samples], algo.alpha)
+    return length_adaptive_lambda(torch.tensor([lengths[s.trajectory] for s in batch.samples], dtype=torch.float64), algo.alpha)
 
 
 def _later(batch: Batch) -> list[int]:

@@ -64,8 +64,8 @@ def test_parallel_branches_count_their_descendants_only():
 
 def test_lambda_counts_the_whole_episode():
     made = chain()
-    torch.testing.assert_close(policy_lambda(made, config().algo), torch.full((3,), 8 / 9))
-    torch.testing.assert_close(policy_lambda(made, config(algo__lambda_length="turns").algo), torch.full((3,), 7 / 9))
+    torch.testing.assert_close(policy_lambda(made, config().algo), torch.full((3,), 8 / 9, dtype=torch.float64))
+    torch.testing.assert_close(policy_lambda(made, config(algo__lambda_length="turns").algo), torch.full((3,), 7 / 9, dtype=torch.float64))
     assert policy_lambda(made, config(algo__lambda_policy=0.3).algo).tolist() == pytest.approx([0.3] * 3)
 
 
