@@ -84,7 +84,7 @@ def test_a_saved_learner_goes_on_bit_for_bit(model_path, tmp_path, name):
         batches.append(own_samples(learners[0], step + 1))
     learners[0].save(str(tmp_path))
     learners[1].restore(str(tmp_path))
-    stale = [*batches[0][:3], *batches[2][3:]]
+    stale = [*batches[1][:3], *batches[2][3:]]  # version 1 is known from the checkpoint alone: 0 is also what a new learner starts from
     for learner in learners:
         learner.step(stale, 2)
     assert learners[0].gather()[0].buffer.tobytes() == learners[1].gather()[0].buffer.tobytes()
