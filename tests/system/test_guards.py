@@ -74,9 +74,11 @@ def test_without_its_cursor_a_resumed_run_trains_tasks_twice(start):
     assert run.wait() != 0 or account(run.folder)["doubled"] > 0
 
 
-def test_without_the_sweeper_a_killed_driver_leaves_orphans(start):
-    run = start("the sweeper")
+@pytest.mark.parametrize(("without", "remains"), [("", False), ("the sweeper", True)])
+def test_without_the_sweeper_what_cannot_end_itself_outlives_a_killed_driver(start, without, remains):
+    run = start(without)
     run.wait_for_step(2)
+    assert run.kill("learner", signal.SIGSTOP)
     run.kill("driver")
     run.wait()
-    assert gone_within(run.folder, 5)
+    assert bool(gone_within(run.folder, 5)) is remains
