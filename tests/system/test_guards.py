@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.system.faults import Run, account, end, gone_within, weights
+from tests.system.faults import Run, account, end, gone_within, undisturbed, weights
 from tests.system.scripted_run import options
 
 pytestmark = [pytest.mark.system, pytest.mark.long]
@@ -15,10 +15,7 @@ STEPS = 10
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory):
-    root = tmp_path_factory.mktemp("guards")
-    run = Run([*options(root, steps=STEPS), f"run.dir={root / 'calm'}"], root / "calm", scripted=True, log=root / "calm.log")
-    assert run.wait() == 0, run.log.read_text()
-    return root
+    return undisturbed(tmp_path_factory.mktemp("guards"), STEPS).parent
 
 
 @pytest.fixture
