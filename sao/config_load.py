@@ -35,6 +35,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "weights.kv_on_publish": ("keep", "recompute"),
     "rollout.overdue": ("wait", "drop"),
     "learner.device": ("auto", "cpu", "cuda"),
+    "learner.sharing": ("off", "packed"),
+    "learner.sharing": ("off", "packed"),
     "reward.mode": ("auto", "async", "process"),
     "eval.placement": ("hold", "replica"),
     "logger.wandb": ("offline", "online", "disabled"),

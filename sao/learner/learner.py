@@ -31,7 +31,7 @@ from sao.learner.credit import check_algo, critic_targets, needs_values, policy_
 from sao.learner.critic import Critic, CriticBatch
 from sao.learner.models import choose_device, freeze, load_critic, load_policy, named_weights, save_critic
 from sao.learner.optimizer import world_group
-from sao.learner.parity import VersionRing, gap_metrics
+from sao.learner.parity import VersionRing, check_sharing, gap_metrics
 from sao.learner.policy import Policy, PolicyBatch
 from sao.learner.protocol import SegmentRecord, StepReport
 from sao.learner.scoring import score
@@ -69,6 +69,9 @@ class TorchLearner:
         batches = total_steps if config.run.phase == "critic" else total_steps + config.critic.critic_only_steps
         self.policy = Policy(policy, config.algo, config.optim.policy, total_steps=total_steps, reference=reference, autocast=model.autocast)
         self.critic = Critic(critic, config.optim.critic, total_steps=max(1, config.critic.updates) * batches, autocast=model.autocast)
+        self._sharing = config.learner.sharing == "packed"
+        if self._sharing:
+            check_sharing(policy, autocast=model.autocast)
         self._ring = VersionRing(policy, config.rollout.staleness + 1) if check_logprobs else None
         if self._ring:
             self._ring.push(0, policy)
@@ -117,6 +120,7 @@ class TorchLearner:
         metrics |= {
             "tokens/total": float(batch.tokens),
             "tokens/action": float(batch.action_tokens),
+            "tokens/computed": float(sum(p.computed_tokens for p in packs)),
             "tokens/dropped": float((~batch.trained).sum()),
             "tokens/no_logprob": float(sum(s.sampled_tokens - s.action_tokens for t in batch.trajectories for s in t.segments)),
             "timing_s/step": time.perf_counter() - started,
@@ -126,7 +130,7 @@ class TorchLearner:
 
     def _packs(self, batch: Batch) -> list[Packed]:
         groups = plan([s.length for s in batch.samples], self.config.learner.tokens_per_micro_batch)
-        return [pack([batch.samples[i] for i in group], self.device) for group in groups]
+        return [pack([batch.samples[i] for i in group], self.device, sharing=self._sharing) for group in groups]
 
     def _read_values(self, batch: Batch, packs: Sequence[Packed]) -> Tensor:
         """V of every state of the batch, float[states]; 0 for a sample's state before its first token, which nothing reads."""
@@ -144,7 +148,7 @@ class TorchLearner:
         for update in range(self.config.critic.updates):
             order = shuffled(len(lengths), self.config.seed, step, update)
             for group in plan(lengths, self.config.learner.tokens_per_micro_batch, order):
-                packed = pack([batch.samples[i] for i in group], self.device)
+                packed = pack([batch.samples[i] for i in group], self.device, sharing=self._sharing)
                 slots = packed.slots.cpu()
                 self.critic.accumulate(CriticBatch(packed, returns[slots].to(self.device), batch.trained[slots].to(self.device)))
                 if update == 0:

@@ -1,4 +1,4 @@
-"""Does the trainer give the engine's log-probs? Measured while a run goes on.
+"""Does the trainer give the engine's log-probs, and the same with and without shared prefixes? Measured, not assumed.
 
 Only tokens of pure turns are compared: a turn during which weights changed under kept KV was sampled from a mixture no single version reproduces. A later
 turn is a new request whose history was read under current weights (the cache salt sees to it), so each pure turn stands on its own.
@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sao.learner.batching import Batch, pack
+from sao.errors import ConfigError
+from sao.learner.batching import Batch, make_batch, pack
 from sao.learner.scoring import score
+from sao.trajectory import EpisodeId, FinishReason, SamplingSpec, Segment, Trajectory
+
+# Largest difference of a log-prob with and without shared prefixes: rounding alone, by the precision the layers compute in.
+SHARING_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.5}
 
 
 def gap_metrics(prefix: str, suffix: str, trainer: Tensor, behaviour: Tensor) -> dict[str, float]:
@@ -23,6 +29,29 @@ def gap_metrics(prefix: str, suffix: str, trainer: Tensor, behaviour: Tensor) ->
         return {}
     gap = (trainer.double() - behaviour.double()).abs()
     return {f"{prefix}/{suffix}mean": float(gap.mean()), f"{prefix}/{suffix}max": float(gap.max())}
+
+
+@torch.no_grad()
+def check_sharing(model: Any, *, autocast: bool = False) -> None:
+    """Score two sequences that branch, with and without sharing.
+
+    Raises ConfigError when the log-probs differ: some layer (a recurrent one, say) lets tokens see each other by another way than the attention function.
+    """
+    last = model.config.vocab_size - 1
+    sampled = np.arange(8) > 0
+    episodes = []
+    for number, tokens in enumerate(([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 6, 7, 8])):
+        ids = np.minimum(tokens, last).astype(np.int32)
+        segment = Segment(ids, sampled, np.where(sampled, -1.0, np.nan), np.where(sampled, 0, -1), SamplingSpec())
+        episodes.append(Trajectory(EpisodeId(number), "sharing", "sharing", (segment,), 0.0, FinishReason.terminal(), 0))
+    samples = make_batch(episodes).samples
+    device = next(model.parameters()).device
+    plain, shared = (score(model, pack(samples, device, sharing=sharing), autocast=autocast).logprobs for sharing in (False, True))
+    gap = float((plain - shared).abs().max())
+    if not gap <= SHARING_TOLERANCE[torch.bfloat16 if autocast else next(model.parameters()).dtype]:
+        raise ConfigError(
+            f"learner.sharing=packed changes this model's log-probs by {gap:.2g}: its layers let branches of a prefix see each other; set learner.sharing=off"
+        )
 
 
 class VersionRing:

@@ -172,6 +172,10 @@ def check_plan(config: Config, plan: Plan, model: ModelFacts) -> None:
     _check_gpus(config, here, training)
     if training:
         _check_bf16(config, here)
+    if config.learner.sharing == "packed" and config.learner.attention != "packed_sdpa":
+        raise ConfigError(
+            f"learner.sharing=packed needs learner.attention=packed_sdpa, which alone follows shared prefixes (it is {config.learner.attention}); set it, or learner.sharing=off"
+        )
     for pattern in config.critic.freeze:
         names = list(model.tensors)
         frozen = [name for name in names if re.search(pattern, name)]

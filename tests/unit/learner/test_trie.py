@@ -7,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sao.config import AlgoConfig, OptimizerConfig
+from sao.errors import ConfigError
 from sao.learner import trie
 from sao.learner.batching import make_batch, pack
 from sao.learner.critic import Critic, CriticBatch
+from sao.learner.parity import check_sharing
 from sao.learner.policy import Policy, PolicyBatch
 from sao.trajectory import SamplingSpec, Segment
 from tests.unit.learner.learner_builders import causal_model, critic_model, trajectory
@@ -110,6 +112,16 @@ def test_a_sliding_window_counts_along_the_path():
     close(shared, plain)
     wide = policy_step(causal_model("qwen3"), pack(chosen))[0]
     assert (wide - plain).abs().max() > 1e-3  # the window matters here
+
+
+def test_a_model_whose_layers_mix_branches_is_refused():
+    model = causal_model("qwen3")
+    check_sharing(model)
+    layer = model.model.layers[0].mlp
+    plain = layer.forward
+    layer.forward = lambda x: plain(x) + 0.1 * plain(x).cumsum(1)  # a running sum over the row, as a recurrent layer has
+    with pytest.raises(ConfigError, match=r"learner.sharing=packed changes this model's log-probs"):
+        check_sharing(model)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
