@@ -185,7 +185,6 @@ class LearnerConfig:
     threads: int = 1
     attention: str = "packed_sdpa"  # packed_sdpa | any attention of transformers that takes cu_seq_lens (flash_attention_2)
     sharing: str = "off"  # off | packed: samples of a micro-batch compute the prefix they share once
-    sharing: str = "off"  # off | packed: samples of a micro-batch compute the prefix they share once
     device: str = "auto"  # auto | cpu | cuda
     timeout_s: float = 1800.0  # of one step
 

@@ -36,7 +36,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.overdue": ("wait", "drop"),
     "learner.device": ("auto", "cpu", "cuda"),
     "learner.sharing": ("off", "packed"),
-    "learner.sharing": ("off", "packed"),
     "reward.mode": ("auto", "async", "process"),
     "eval.placement": ("hold", "replica"),
     "logger.wandb": ("offline", "online", "disabled"),

@@ -96,7 +96,8 @@ def packed_sdpa(
     """query [1, Hq, T, D], key and value [1, Hkv, T, D] with Hkv dividing Hq -> [1, T, Hq, D].
 
     seq_lens: sample lengths on the host, summing to T (else read from cu_seq_lens_q, which waits for the device). Without either, and for batches of
-    several rows, each row is one sample. trie: the T tokens are its rows, and each attends along its path. A dense mask, dropout, and a query that differs in length from its keys (generation) are refused.
+    several rows, each row is one sample. trie: the T tokens are its rows, each attending along its path.
+    A dense mask, dropout, and a query that differs in length from its keys (generation) are refused.
     """
     if attention_mask is not None or dropout or query.shape[2] != key.shape[2]:
         raise ValueError("packed_sdpa takes whole sequences without a mask and without dropout; load the model with another attention to generate")

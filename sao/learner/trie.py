@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -120,7 +121,7 @@ def build(sequences: Sequence[NDArray[np.int32]], device: torch.device | str = "
     """The trie of token sequences. Rows lie in depth-first order of the sorted sequences, so the layout depends on the set of sequences alone."""
     tokens = [s.tolist() for s in sequences]
     order = sorted(range(len(tokens)), key=lambda i: (tokens[i], i))
-    common = [0, *(_common(sequences[a], sequences[b]) for a, b in zip(order, order[1:], strict=False))]
+    common = [0, *(_common(sequences[a], sequences[b]) for a, b in pairwise(order))]
     nodes: list[Node] = []
     token_parts: list[list[int]] = []
     last_node = [-1] * len(tokens)
@@ -135,7 +136,7 @@ def build(sequences: Sequence[NDArray[np.int32]], device: torch.device | str = "
             node = len(nodes) - 1
             rows += reach - depth
         cuts = [begin, *(k for k in range(begin + 1, end) if common[k] == reach), end]
-        branches = list(zip(cuts, cuts[1:], strict=False))
+        branches = list(pairwise(cuts))
         for first, stop in reversed(branches):
             if stop - first == 1 and len(tokens[order[first]]) == reach:
                 last_node[order[first]] = node
