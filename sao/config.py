@@ -94,6 +94,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     enforce_eager: bool = True
     prefix_caching: bool = True
+    block_size: int = 0  # tokens of one KV block, the unit in which a prefix is cached; 0: vLLM's choice (128 on CPU)
     threads: int = 1  # CPU threads of one replica
     # Shortest time from one engine step to the next. Requests that arrive meanwhile share the step, which leaves cores to others when a step of a
     # tiny model costs more in Python than in arithmetic.

@@ -324,6 +324,7 @@ def _check_ranges(config: Config) -> None:
         "rollout.retries",
         "rollout.max_running",
         "engine.step_interval_ms",
+        "engine.block_size",
         "eval.every",
         "critic.critic_only_steps",
         "algo.kl_coef",
