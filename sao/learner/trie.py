@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,8 +88,11 @@ class Trie:
         own = np.array([n.depth for n in nodes])[:, None, None] + place[:, None]  # the key that is the query itself
         seen = np.arange(keys) <= own
         device = self.token_ids.device
-        rows = (torch.from_numpy(x.reshape(-1)).to(device) for x in (query_rows, key_rows))
-        return _Group(len(nodes), *rows, torch.from_numpy(seen)[:, None].to(device))
+
+        def placed(x: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(x).to(device)
+
+        return _Group(len(nodes), placed(query_rows.reshape(-1)), placed(key_rows.reshape(-1)), placed(seen)[:, None])
 
     @cached_property
     def _where(self) -> Tensor:
@@ -102,12 +106,17 @@ class Trie:
         """query, key, value [1, H, U, D] -> [1, U, H, D]: each row over its ancestors and itself, at most `window` of them."""
         heads, width = query.shape[1], query.shape[3]
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+
+        def chosen(rows: Tensor, source: Tensor, group: _Group) -> Tensor:
+            return source.index_select(0, rows).view(group.count, -1, heads, width).transpose(1, 2)
+
         outputs = []
         for group in self._groups:
-            pairs = ((q, group.queries), (k, group.keys), (v, group.keys))
-            chosen = (x.index_select(0, rows).view(group.count, -1, heads, width).transpose(1, 2) for x, rows in pairs)
             mask = group.mask if window is None else group.mask & _near(group.mask, window)
-            outputs.append(F.scaled_dot_product_attention(*chosen, attn_mask=mask, scale=scaling).transpose(1, 2).reshape(-1, heads, width))
+            attended = F.scaled_dot_product_attention(
+                chosen(group.queries, q, group), chosen(group.keys, k, group), chosen(group.keys, v, group), attn_mask=mask, scale=scaling
+            )
+            outputs.append(attended.transpose(1, 2).reshape(-1, heads, width))
         return torch.cat(outputs).index_select(0, self._where)[None]
 
 
@@ -146,7 +155,8 @@ def build(sequences: Sequence[NDArray[np.int32]], device: torch.device | str = "
     paths = np.concatenate([np.zeros(0, np.int64), *(bare.path_rows(n) for n in last_node)])
     ids = np.array([t for part in token_parts for t in part], np.int64)
     depths = np.concatenate([np.zeros(0, np.int64), *(n.depth + np.arange(n.length) for n in nodes)])
-    return Trie(*(torch.from_numpy(x).to(device) for x in (ids, depths, paths)), tuple(nodes))
+    token_ids, position_ids, rows_of = (torch.from_numpy(x).to(device) for x in (ids, depths, paths))
+    return Trie(token_ids, position_ids, rows_of, tuple(nodes))
 
 
 def _common(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:

@@ -133,5 +133,5 @@ def test_operations_one_by_one_come_to_the_value(rest: list[tuple[str, int]], fi
         ("7", "7"),
     ],
 )
-def test_a_worked_answer_ends_with_its_last_operation(answer, result):
+def test_a_worked_answer_ends_with_its_last_operation(answer: str, result: str) -> None:
     assert worked_result(answer, 2) == result
