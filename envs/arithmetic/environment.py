@@ -23,8 +23,8 @@ class ArithmeticEnvironment:
     """`task.payload` is {"expression": "2+3*4"}.
 
     question: the user message, with `{expression}` where the expression goes. examples: how many solved questions of the same kind go before it, as
-    turns of the conversation; they show the form of an answer. worked: answers go through each operation, and end with the last one's result. operands, operand_min,
-    operand_max, operators: the expressions generated; negative=False leaves out those with a result below 0 on the way.
+    turns of the conversation; they show the form of an answer. worked: answers go through each operation, and end with the last
+    one's result. operands, operand_min, operand_max, operators: the expressions generated; negative=False leaves out those with a result below 0 on the way.
     """
 
     def __init__(

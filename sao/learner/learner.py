@@ -31,11 +31,11 @@ from sao.learner.credit import check_algo, critic_targets, needs_values, policy_
 from sao.learner.critic import Critic, CriticBatch
 from sao.learner.models import choose_device, freeze, load_critic, load_policy, named_weights, save_critic
 from sao.learner.optimizer import world_group
-from sao.learner.parity import VersionRing, check_sharing, gap_metrics
+from sao.learner.parity import VersionRing, check_sharing, gap_metrics, probe_samples
 from sao.learner.policy import Policy, PolicyBatch
 from sao.learner.protocol import SegmentRecord, StepReport
 from sao.learner.scoring import score
-from sao.trajectory import EpisodeId, FinishReason, SamplingSpec, Segment, Trajectory
+from sao.trajectory import Trajectory
 from sao.weights.bundle import WeightBundle
 from sao.weights.torch_bundle import pack as pack_weights
 
@@ -230,13 +230,10 @@ class TorchLearner:
     def _canary(self) -> Canary:
         model_config: Any = self.policy.model.config
         vocabulary = int(model_config.vocab_size)
-        ids = np.array([(13 + 7919 * i) % vocabulary for i in range(CANARY_TOKENS)], np.int32)
-        asked = np.arange(CANARY_TOKENS) > 0
-        segment = Segment(ids, asked, np.where(asked, -1.0, np.nan), np.where(asked, 0, -1), SamplingSpec())
-        sequence = Trajectory(EpisodeId(0), "canary", "canary", (segment,), 0.0, FinishReason.terminal(), 0)
-        packed = pack(make_batch([sequence]).samples, self.device)
+        ids = [(13 + 7919 * i) % vocabulary for i in range(CANARY_TOKENS)]
+        packed = pack(probe_samples([ids]), self.device)
         logprobs = score(self.policy.model, packed, autocast=self.config.model.autocast).logprobs
-        return Canary(tuple(int(i) for i in ids), tuple(logprobs.float().tolist()))
+        return Canary(tuple(ids), tuple(logprobs.float().tolist()))
 
     def export(self, directory: str) -> None:
         """Write `policy/` (with its tokenizer, when the model came with one) and `critic/` (backbone and value head) under `directory`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sao.errors import ConfigError
-from sao.learner.batching import Batch, make_batch, pack
+from sao.learner.batching import Batch, Sample, make_batch, pack
 from sao.learner.scoring import score
 from sao.trajectory import EpisodeId, FinishReason, SamplingSpec, Segment, Trajectory
 
@@ -31,6 +32,16 @@ def gap_metrics(prefix: str, suffix: str, trainer: Tensor, behaviour: Tensor) ->
     return {f"{prefix}/{suffix}mean": float(gap.mean()), f"{prefix}/{suffix}max": float(gap.max())}
 
 
+def probe_samples(sequences: Sequence[Sequence[int]]) -> tuple[Sample, ...]:
+    """Samples of given token ids, all but the first of each an action, for a check that scores them."""
+    episodes = []
+    for number, tokens in enumerate(sequences):
+        asked = np.arange(len(tokens)) > 0
+        segment = Segment(np.array(tokens, np.int32), asked, np.where(asked, -1.0, np.nan), np.where(asked, 0, -1), SamplingSpec())
+        episodes.append(Trajectory(EpisodeId(number), "probe", "probe", (segment,), 0.0, FinishReason.terminal(), 0))
+    return make_batch(episodes).samples
+
+
 @torch.no_grad()
 def check_sharing(model: Any, *, autocast: bool = False) -> None:
     """Score two sequences that branch, with and without sharing.
@@ -38,13 +49,7 @@ def check_sharing(model: Any, *, autocast: bool = False) -> None:
     Raises ConfigError when the log-probs differ: some layer (a recurrent one, say) lets tokens see each other by another way than the attention function.
     """
     last = model.config.vocab_size - 1
-    sampled = np.arange(8) > 0
-    episodes = []
-    for number, tokens in enumerate(([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 6, 7, 8])):
-        ids = np.minimum(tokens, last).astype(np.int32)
-        segment = Segment(ids, sampled, np.where(sampled, -1.0, np.nan), np.where(sampled, 0, -1), SamplingSpec())
-        episodes.append(Trajectory(EpisodeId(number), "sharing", "sharing", (segment,), 0.0, FinishReason.terminal(), 0))
-    samples = make_batch(episodes).samples
+    samples = probe_samples([[min(t, last) for t in (1, 2, 3, 4, fifth, 6, 7, 8)] for fifth in (5, 9)])
     device = next(model.parameters()).device
     plain, shared = (score(model, pack(samples, device, sharing=sharing), autocast=autocast).logprobs for sharing in (False, True))
     gap = float((plain - shared).abs().max())

@@ -52,15 +52,6 @@ class Trie:
     paths: Tensor
     nodes: tuple[Node, ...]
 
-    def path_rows(self, index: int) -> NDArray[np.int64]:
-        """Rows from the first token down to the end of node `index`; none for -1."""
-        parts = []
-        while index >= 0:
-            node = self.nodes[index]
-            parts.append(np.arange(node.start, node.start + node.length))
-            index = node.parent
-        return np.concatenate([np.zeros(0, np.int64), *reversed(parts)])
-
     @cached_property
     def _groups(self) -> tuple[_Group, ...]:
         """Nodes of like length and depth together, each padded to the largest of its group."""
@@ -84,7 +75,9 @@ class Trie:
         queries, keys = max(n.length for n in nodes), max(n.depth + n.length for n in nodes)
         place = np.arange(queries)
         query_rows = np.stack([n.start + np.minimum(place, n.length - 1) for n in nodes])
-        key_rows = np.stack([np.pad(self.path_rows(i), (0, keys - n.depth - n.length), mode="edge") for i, n in zip(members, nodes, strict=True)])
+        key_rows = np.stack(
+            [np.pad(path_rows(self.nodes, i), (0, keys - n.depth - n.length), mode="edge") for i, n in zip(members, nodes, strict=True)]
+        )
         own = np.array([n.depth for n in nodes])[:, None, None] + place[:, None]  # the key that is the query itself
         seen = np.arange(keys) <= own
         device = self.token_ids.device
@@ -126,6 +119,16 @@ def _near(mask: Tensor, window: int) -> Tensor:
     return torch.arange(mask.shape[-1], device=mask.device) > last - window
 
 
+def path_rows(nodes: Sequence[Node], index: int) -> NDArray[np.int64]:
+    """Rows from the first token down to the end of node `index`; none for -1."""
+    parts = []
+    while index >= 0:
+        node = nodes[index]
+        parts.append(np.arange(node.start, node.start + node.length))
+        index = node.parent
+    return np.concatenate([np.zeros(0, np.int64), *reversed(parts)])
+
+
 def build(sequences: Sequence[NDArray[np.int32]], device: torch.device | str = "cpu") -> Trie:
     """The trie of token sequences. Rows lie in depth-first order of the sorted sequences, so the layout depends on the set of sequences alone."""
     tokens = [s.tolist() for s in sequences]
@@ -151,8 +154,7 @@ def build(sequences: Sequence[NDArray[np.int32]], device: torch.device | str = "
                 last_node[order[first]] = node
             else:
                 todo.append((first, stop, reach, node))
-    bare = Trie(torch.zeros(0), torch.zeros(0), torch.zeros(0), tuple(nodes))
-    paths = np.concatenate([np.zeros(0, np.int64), *(bare.path_rows(n) for n in last_node)])
+    paths = np.concatenate([np.zeros(0, np.int64), *(path_rows(nodes, n) for n in last_node)])
     ids = np.array([t for part in token_parts for t in part], np.int64)
     depths = np.concatenate([np.zeros(0, np.int64), *(n.depth + np.arange(n.length) for n in nodes)])
     token_ids, position_ids, rows_of = (torch.from_numpy(x).to(device) for x in (ids, depths, paths))

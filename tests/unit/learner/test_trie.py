@@ -43,7 +43,7 @@ def test_a_branch_is_a_node_and_a_parent_comes_before_its_children(sequences):
     children = [sum(n.parent == i for n in built.nodes) for i in range(len(built.nodes))]
     ends = {tuple(s) for s in sequences}
     for index, count in enumerate(children):
-        path = tuple(built.token_ids[built.path_rows(index)].tolist())
+        path = tuple(built.token_ids[trie.path_rows(built.nodes, index)].tolist())
         assert count != 1 or path in ends  # one child alone is the same run, unless a sequence ends here
 
 
