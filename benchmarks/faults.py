@@ -14,7 +14,7 @@ from typing import Any
 from common import ROOT, write_result
 
 sys.path.insert(0, str(ROOT))
-from tests.system.faults import Run, account, gone_within, weights
+from tests.system.faults import Run, account, gone_within, undisturbed, weights
 from tests.system.scripted_run import options
 
 IDS = ["faults_lost_or_doubled"]
@@ -54,14 +54,13 @@ def main() -> None:
     parser.add_argument("--real", type=int, default=2, help="kills of each kind on vLLM")
     args = parser.parse_args()
     root, rng = Path(tempfile.mkdtemp(prefix="sao-faults-")), random.Random(0)
-    calm = Run([*options(root, steps=STEPS), f"run.dir={root / 'calm'}"], root / "calm", scripted=True, log=root / "calm.log")
-    assert calm.wait() == 0, calm.log.read_text()[-3000:]
+    calm = undisturbed(root, STEPS)
     cells = []
     for scripted, kills in ((True, args.scripted), (False, args.real)):
         for kind in KINDS if kills else ():
             cell = killed(kind, kills, rng, root, scripted=scripted, steps=STEPS)
             if scripted:
-                cell["bit_equal"] = weights(root / f"scripted-{kind}") == weights(root / "calm")
+                cell["bit_equal"] = weights(root / f"scripted-{kind}") == weights(calm)
             print(
                 {k: cell[k] for k in ("kind", "engine", "kills", "exit", "closes", "lost", "doubled", "orphans")}, cell.get("bit_equal"), flush=True
             )

@@ -99,6 +99,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     enforce_eager: bool = True
     prefix_caching: bool = True
+    block_size: int = 0  # tokens of one KV block, the unit in which a prefix is cached; 0: vLLM's choice (128 on CPU)
     threads: int = 1  # CPU threads of one replica
     # Shortest time from one engine step to the next. Requests that arrive meanwhile share the step, which leaves cores to others when a step of a
     # tiny model costs more in Python than in arithmetic.
@@ -216,6 +217,7 @@ class LearnerConfig:
     tokens_per_micro_batch: int = 8192
     threads: int = 1
     attention: str = "packed_sdpa"  # packed_sdpa | any attention of transformers that takes cu_seq_lens (flash_attention_2)
+    sharing: str = "off"  # off | packed: samples of a micro-batch compute the prefix they share once
     device: str = "auto"  # auto | cpu | cuda
     timeout_s: float = 1800.0  # of one step
 

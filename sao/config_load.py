@@ -36,6 +36,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "weights.kv_on_publish": ("keep", "recompute"),
     "rollout.overdue": ("wait", "drop"),
     "learner.device": ("auto", "cpu", "cuda"),
+    "learner.sharing": ("off", "packed"),
     "reward.mode": ("auto", "async", "process"),
     "eval.placement": ("hold", "replica"),
     "logger.wandb": ("offline", "online", "disabled"),
@@ -334,7 +335,7 @@ def _check_ranges(config: Config) -> None:
     for key in positive:
         _refuse(value_of(config, key) <= 0, f"{key}={value_of(config, key)} must be above 0")
     not_negative = (
-        "rollout.staleness", "rollout.retries", "rollout.max_running", "engine.step_interval_ms", "eval.every", "critic.critic_only_steps",
+        "rollout.staleness", "rollout.retries", "rollout.max_running", "engine.step_interval_ms", "engine.block_size", "eval.every", "critic.critic_only_steps",
         "algo.kl_coef", "algo.entropy_coef", "algo.whiten_patience", "data.pool", "launcher.num_cpus", "launcher.restarts",
         "checkpoint.every",
         "launcher.object_store_mb",

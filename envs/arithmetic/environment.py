@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sao.environment import Action, Context, Message, StepResult, Task
-from sao.envs.arithmetic.expressions import OPERATORS, draw, goes_below_zero, operations, split_of, value
+from sao.envs.arithmetic.expressions import OPERATORS, draw, goes_below_zero, operations, split_of, value, worked_result
 from sao.errors import ConfigError
 from sao.rewards.builtin import last_number
 
@@ -23,8 +23,8 @@ class ArithmeticEnvironment:
     """`task.payload` is {"expression": "2+3*4"}.
 
     question: the user message, with `{expression}` where the expression goes. examples: how many solved questions of the same kind go before it, as
-    turns of the conversation; they show the form of an answer. worked: their answers go through each operation. operands, operand_min,
-    operand_max, operators: the expressions generated; negative=False leaves out those with a result below 0 on the way.
+    turns of the conversation; they show the form of an answer. worked: answers go through each operation, and end with the last
+    one's result. operands, operand_min, operand_max, operators: the expressions generated; negative=False leaves out those with a result below 0 on the way.
     """
 
     def __init__(
@@ -57,8 +57,9 @@ class ArithmeticEnvironment:
         return {"role": "user", "content": self.question.replace("{expression}", expression)}
 
     async def step(self, action: Action) -> StepResult:
-        """1 exactly when the last number said is the answer."""
-        return StepResult(reward=last_number(action.text, {"answer": str(self.answer)}), terminated=True)
+        """1 exactly when the last number said, or in a worked answer the result of its last operation, is the answer."""
+        said = worked_result(action.text, len(operations(self.expression))) if self.worked else action.text
+        return StepResult(reward=last_number(said, {"answer": str(self.answer)}), terminated=True)
 
     def tools(self) -> Sequence[Mapping[str, Any]]:
         return ()

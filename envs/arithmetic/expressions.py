@@ -35,6 +35,18 @@ def operations(expression: str) -> list[str]:
     return done
 
 
+def worked_result(answer: str, count: int) -> str:
+    """What a worked answer gives as the result of its operation number `count`, cut behind that number; all of an answer with fewer results.
+
+    `1+2=3, 3+4=7, 7` with count 2 gives `7`: what a model adds because it does not stop is not read.
+    """
+    parts = answer.split("=", count)
+    if len(parts) <= count:
+        return answer
+    said = re.match(r"\s*-?\d+", parts[count])
+    return said.group() if said else ""
+
+
 def goes_below_zero(expression: str) -> bool:
     """Whether an operation, done one after the other, has a negative result."""
     return any(step.partition("=")[2].startswith("-") for step in operations(expression))

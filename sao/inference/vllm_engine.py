@@ -123,6 +123,8 @@ class VllmEngine:
         else:
             arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
             arguments["enable_sleep_mode"] = current_platform.is_cuda_alike()
+        if config.block_size:
+            arguments["block_size"] = config.block_size
         engine = LLMEngine.from_engine_args(EngineArgs(**{**arguments, **extra}))
         model_config = engine.vllm_config.model_config
         self._context = int(model_config.max_model_len)

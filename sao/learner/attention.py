@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sao.learner.trie import Trie
+
 NAME = "packed_sdpa"
 # A group of samples is padded to its longest member while that costs at most this share of extra positions.
 PADDING_ALLOWED = 0.35
@@ -72,6 +74,11 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """[1, Hkv, T, D] -> [1, heads, T, D]: CPU kernels leave the fast path for grouped heads, so the heads are repeated."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
 def packed_sdpa(
     module: nn.Module,
     query: Tensor,
@@ -83,16 +90,21 @@ def packed_sdpa(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     seq_lens: Sequence[int] | None = None,
+    trie: Trie | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """query [1, Hq, T, D], key and value [1, Hkv, T, D] with Hkv dividing Hq -> [1, T, Hq, D].
 
     seq_lens: sample lengths on the host, summing to T (else read from cu_seq_lens_q, which waits for the device). Without either, and for batches of
-    several rows, each row is one sample. A dense mask, dropout, and a query that differs in length from its keys (generation) are refused.
+    several rows, each row is one sample. trie: the T tokens are its rows, each attending along its path.
+    A dense mask, dropout, and a query that differs in length from its keys (generation) are refused.
     """
     if attention_mask is not None or dropout or query.shape[2] != key.shape[2]:
         raise ValueError("packed_sdpa takes whole sequences without a mask and without dropout; load the model with another attention to generate")
     rows, heads, tokens, width = query.shape
+    if trie is not None:
+        key, value = _repeat_heads(key, heads), _repeat_heads(value, heads)
+        return trie.attend(query, key, value, scaling, sliding_window), None
     if seq_lens is None:
         seq_lens = (tokens,) if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
     lengths = tuple(seq_lens)
@@ -100,9 +112,7 @@ def packed_sdpa(
         raise ValueError("packed samples must come in one row")
     if sum(lengths) != tokens:
         raise ValueError(f"sample lengths sum to {sum(lengths)}, there are {tokens} tokens")
-    if key.shape[1] != heads:
-        # CPU kernels leave the fast path for grouped heads, so the heads are repeated.
-        key, value = (x.repeat_interleave(heads // key.shape[1], dim=1) for x in (key, value))
+    key, value = _repeat_heads(key, heads), _repeat_heads(value, heads)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length = q.shape[2]

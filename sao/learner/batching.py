@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sao.errors import ConfigError, LearnerFailure
+from sao.learner import trie
 from sao.trajectory import Segment, Trajectory
 
 
@@ -154,6 +155,7 @@ class Packed:
     rows int64[N]: packed index whose hidden state predicts each action token; targets int64[N]: those tokens. temperature float32[N];
     unit_temperature: all are 1.
     slots int64[N]: their places in the batch's flat arrays. state_slots int64[T]: place in flat state arrays of the state AFTER each packed token.
+    shared: the trie whose rows the model runs on instead of the T tokens, or None.
     """
 
     input_ids: Tensor
@@ -166,13 +168,21 @@ class Packed:
     unit_temperature: bool
     slots: Tensor
     state_slots: Tensor
+    shared: trie.Trie | None = None
 
     @property
     def tokens(self) -> int:
         return self.input_ids.shape[1]
 
+    @property
+    def computed_tokens(self) -> int:
+        """Rows that the model runs on."""
+        return self.tokens if self.shared is None else len(self.shared.token_ids)
+
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of a transformers model whose attention takes cu_seq_lens; `seq_lens` saves packed_sdpa a wait for the device."""
+        if self.shared is not None:
+            return {"input_ids": self.shared.token_ids[None], "position_ids": self.shared.position_ids[None], "trie": self.shared}
         longest = max(self.lengths, default=0)
         return {
             "input_ids": self.input_ids,
@@ -185,8 +195,8 @@ class Packed:
         }
 
 
-def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Packed:
-    """Lay `samples` end to end in the order given."""
+def pack(samples: Sequence[Sample], device: torch.device | str = "cpu", *, sharing: bool = False) -> Packed:
+    """Lay `samples` end to end in the order given. sharing: the model computes each prefix that several of them share once."""
     lengths = tuple(s.length for s in samples)
     starts = np.cumsum([0, *lengths])
 
@@ -204,6 +214,7 @@ def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Packe
         unit_temperature=all(s.data.sampling.temperature == 1.0 for s in samples),
         slots=join([s.offset + np.arange(len(s.actions)) for s in samples], np.int64),
         state_slots=join([s.state_offset + 1 + np.arange(s.length) for s in samples], np.int64),
+        shared=trie.build([s.data.token_ids for s in samples], device) if sharing and samples else None,
     )
 
 

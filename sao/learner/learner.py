@@ -34,11 +34,11 @@ from sao.learner.credit import check_algo, critic_targets, needs_values, policy_
 from sao.learner.critic import Critic, CriticBatch
 from sao.learner.models import choose_device, freeze, load_critic, load_policy, named_weights, save_critic
 from sao.learner.optimizer import world_group
-from sao.learner.parity import VersionRing, gap_metrics
+from sao.learner.parity import VersionRing, check_sharing, gap_metrics, probe_samples
 from sao.learner.policy import Policy, PolicyBatch
 from sao.learner.protocol import SegmentRecord, StepReport
 from sao.learner.scoring import score
-from sao.trajectory import EpisodeId, FinishReason, SamplingSpec, Segment, Trajectory
+from sao.trajectory import Trajectory
 from sao.weights.bundle import WeightBundle
 from sao.weights.torch_bundle import pack as pack_weights
 
@@ -89,6 +89,9 @@ class TorchLearner:
             self.baseline = Baseline(config)
         self._check_logprobs, self._needs_old = check_logprobs, catalogue.needs_old(config.algo)
         self._ring = VersionRing(policy, config.rollout.staleness + 1) if check_logprobs or self._needs_old else None
+        self._sharing = config.learner.sharing == "packed"
+        if self._sharing:
+            check_sharing(policy, autocast=model.autocast)
         if self._ring:
             self._ring.push(0, policy)
 
@@ -127,6 +130,7 @@ class TorchLearner:
         metrics |= {
             "tokens/total": float(batch.tokens),
             "tokens/action": float(batch.action_tokens),
+            "tokens/computed": float(sum(p.computed_tokens for p in packs)),
             "tokens/dropped": float((~batch.trained).sum()),
             "tokens/no_logprob": float(sum(s.sampled_tokens - s.action_tokens for t in batch.trajectories for s in t.segments)),
             "timing_s/step": time.perf_counter() - started,
@@ -136,7 +140,7 @@ class TorchLearner:
 
     def _packs(self, batch: Batch) -> list[Packed]:
         groups = plan([s.length for s in batch.samples], self.config.learner.tokens_per_micro_batch)
-        return [pack([batch.samples[i] for i in group], self.device) for group in groups]
+        return [pack([batch.samples[i] for i in group], self.device, sharing=self._sharing) for group in groups]
 
     def _critic_free(self, batch: Batch, metrics: dict[str, float]) -> Credit:
         assert self.baseline is not None
@@ -181,7 +185,7 @@ class TorchLearner:
         for update in range(self.config.critic.updates):
             order = shuffled(len(lengths), self.config.seed, step, update)
             for group in plan(lengths, self.config.learner.tokens_per_micro_batch, order):
-                packed = pack([batch.samples[i] for i in group], self.device)
+                packed = pack([batch.samples[i] for i in group], self.device, sharing=self._sharing)
                 slots = packed.slots.cpu()
                 critic.accumulate(CriticBatch(packed, returns[slots].to(self.device), batch.trained[slots].to(self.device)))
                 if update == 0:
@@ -264,13 +268,10 @@ class TorchLearner:
     def _canary(self) -> Canary:
         model_config: Any = self.policy.model.config
         vocabulary = int(model_config.vocab_size)
-        ids = np.array([(13 + 7919 * i) % vocabulary for i in range(CANARY_TOKENS)], np.int32)
-        asked = np.arange(CANARY_TOKENS) > 0
-        segment = Segment(ids, asked, np.where(asked, -1.0, np.nan), np.where(asked, 0, -1), SamplingSpec())
-        sequence = Trajectory(EpisodeId(0), "canary", "canary", (segment,), 0.0, FinishReason.terminal(), 0)
-        packed = pack(make_batch([sequence]).samples, self.device)
+        ids = [(13 + 7919 * i) % vocabulary for i in range(CANARY_TOKENS)]
+        packed = pack(probe_samples([ids]), self.device)
         logprobs = score(self.policy.model, packed, autocast=self.config.model.autocast).logprobs
-        return Canary(tuple(int(i) for i in ids), tuple(logprobs.float().tolist()))
+        return Canary(tuple(ids), tuple(logprobs.float().tolist()))
 
     def export(self, directory: str) -> None:
         """Write `policy/` (with its tokenizer, when the model came with one) and, where there is one, `critic/` (backbone and value head) under `directory`."""

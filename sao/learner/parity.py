@@ -1,4 +1,4 @@
-"""The last few policies: does the trainer give the engine's log-probs, and what were a token's log-probs under the weights that sampled it?
+"""The last few policies: does the trainer give the engine's log-probs, the same with and without shared prefixes, and what were a token's under the weights that sampled it?
 
 For the first question only tokens of pure turns are compared: a turn during which weights changed under kept KV was sampled from a mixture no single version reproduces. A later
 turn is a new request whose history was read under current weights (the cache salt sees to it), so each pure turn stands on its own.
@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sao.learner.batching import Batch, pack, plan
+from sao.errors import ConfigError
+from sao.learner.batching import Batch, Sample, make_batch, pack, plan
 from sao.learner.scoring import score
+from sao.trajectory import EpisodeId, FinishReason, SamplingSpec, Segment, Trajectory
+
+# Largest difference of a log-prob with and without shared prefixes: rounding alone, by the precision the layers compute in.
+SHARING_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.5}
 
 
 def gap_metrics(prefix: str, suffix: str, trainer: Tensor, behaviour: Tensor) -> dict[str, float]:
@@ -23,6 +30,33 @@ def gap_metrics(prefix: str, suffix: str, trainer: Tensor, behaviour: Tensor) ->
         return {}
     gap = (trainer.double() - behaviour.double()).abs()
     return {f"{prefix}/{suffix}mean": float(gap.mean()), f"{prefix}/{suffix}max": float(gap.max())}
+
+
+def probe_samples(sequences: Sequence[Sequence[int]]) -> tuple[Sample, ...]:
+    """Samples of given token ids, all but the first of each an action, for a check that scores them."""
+    episodes = []
+    for number, tokens in enumerate(sequences):
+        asked = np.arange(len(tokens)) > 0
+        segment = Segment(np.array(tokens, np.int32), asked, np.where(asked, -1.0, np.nan), np.where(asked, 0, -1), SamplingSpec())
+        episodes.append(Trajectory(EpisodeId(number), "probe", "probe", (segment,), 0.0, FinishReason.terminal(), 0))
+    return make_batch(episodes).samples
+
+
+@torch.no_grad()
+def check_sharing(model: Any, *, autocast: bool = False) -> None:
+    """Score two sequences that branch, with and without sharing.
+
+    Raises ConfigError when the log-probs differ: some layer (a recurrent one, say) lets tokens see each other by another way than the attention function.
+    """
+    last = model.config.vocab_size - 1
+    samples = probe_samples([[min(t, last) for t in (1, 2, 3, 4, fifth, 6, 7, 8)] for fifth in (5, 9)])
+    device = next(model.parameters()).device
+    plain, shared = (score(model, pack(samples, device, sharing=sharing), autocast=autocast).logprobs for sharing in (False, True))
+    gap = float((plain - shared).abs().max())
+    if not gap <= SHARING_TOLERANCE[torch.bfloat16 if autocast else next(model.parameters()).dtype]:
+        raise ConfigError(
+            f"learner.sharing=packed changes this model's log-probs by {gap:.2g}: its layers let branches of a prefix see each other; set learner.sharing=off"
+        )
 
 
 class VersionRing:

@@ -33,7 +33,8 @@ class Scores(NamedTuple):
 def hidden_states(backbone: nn.Module, packed: Packed, *, autocast: bool = False) -> Tensor:
     """Last hidden states [T, d] of a packed micro-batch."""
     with torch.autocast(packed.input_ids.device.type, torch.bfloat16, enabled=autocast):
-        return backbone(**packed.model_inputs(), use_cache=False).last_hidden_state[0]
+        hidden: Tensor = backbone(**packed.model_inputs(), use_cache=False).last_hidden_state[0]
+    return hidden if packed.shared is None else hidden.index_select(0, packed.shared.paths)
 
 
 def _head(

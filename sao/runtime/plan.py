@@ -177,6 +177,10 @@ def check_plan(config: Config, plan: Plan, model: ModelFacts) -> None:
     _check_gpus(config, here, training)
     if training:
         _check_bf16(config, here)
+    if config.learner.sharing == "packed" and config.learner.attention != "packed_sdpa":
+        raise ConfigError(
+            f"learner.sharing=packed needs learner.attention=packed_sdpa, which alone follows shared prefixes (it is {config.learner.attention}); set it, or learner.sharing=off"
+        )
     if training and needs_critic(config.algo):
         _check_freezing(config.critic.freeze, model)
     limit = config.engine.max_model_len or model.context

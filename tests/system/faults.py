@@ -17,9 +17,9 @@ import psutil
 
 from sao.report.store import read_columns, stored_steps
 from sao.runtime.processes import is_alive
+from tests.system.scripted_run import WITHOUT, options
 
 ROOT = Path(__file__).resolve().parents[2]
-WITHOUT = "SAO_TEST_WITHOUT"
 FOLDER_MARK = "SAO_TEST_FOLDER"  # in the environment of everything a run of these tests starts
 
 
@@ -73,6 +73,14 @@ class Run:
 
     def wait(self, timeout_s: float = 600) -> int:
         return self.process.wait(timeout_s)
+
+
+def undisturbed(root: Path, steps: int) -> Path:
+    """The folder of a scripted run to compare others with, made to its end in `root`."""
+    folder = root / "calm"
+    run = Run([*options(root, steps=steps), f"run.dir={folder}"], folder, scripted=True, log=root / "calm.log")
+    assert run.wait() == 0, run.log.read_text()[-3000:]
+    return folder
 
 
 def marked_processes(folder: Path) -> list[int]:

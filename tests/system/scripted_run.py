@@ -20,6 +20,7 @@ from sao.runtime.actors import EngineActor
 from sao.runtime.remote import RemoteLearner
 
 TOKEN_S = 0.004
+WITHOUT = "SAO_TEST_WITHOUT"  # in the environment: the guard to leave out, a key of GUARDS
 
 
 class ScriptedEngineActor(EngineActor):
@@ -86,7 +87,7 @@ if __name__ == "__main__":
     from tests.system.scripted_run import ScriptedEngineActor as Actor  # by its importable name, so that Ray's workers find it
 
     cluster.EngineActor = Actor  # type: ignore[misc]
-    if removed := os.environ.get("SAO_TEST_WITHOUT"):
+    if removed := os.environ.get(WITHOUT):
         setattr(*GUARDS[removed])
     os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
     sys.exit(main(sys.argv[1:]))

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from sao.replay.roll import replay
-from tests.system.faults import ROOT, Run, account, gone_within, weights
+from tests.system.faults import ROOT, Run, account, gone_within, undisturbed, weights
 from tests.system.scripted_run import options
 
 pytestmark = pytest.mark.system
@@ -25,10 +25,7 @@ REAL = [
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory):
     """An undisturbed run to compare with."""
-    root = tmp_path_factory.mktemp("faults")
-    run = Run([*options(root, steps=STEPS), f"run.dir={root / 'calm'}"], root / "calm", scripted=True, log=root / "calm.log")
-    assert run.wait() == 0, run.log.read_text()
-    return root
+    return undisturbed(tmp_path_factory.mktemp("faults"), STEPS).parent
 
 
 def whole(folder) -> dict:

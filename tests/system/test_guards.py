@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.system.faults import Run, account, end, gone_within, weights
+from tests.system.faults import Run, account, end, gone_within, undisturbed, weights
 from tests.system.scripted_run import options
 
 pytestmark = [pytest.mark.system, pytest.mark.long]
@@ -15,10 +15,7 @@ STEPS = 10
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory):
-    root = tmp_path_factory.mktemp("guards")
-    run = Run([*options(root, steps=STEPS), f"run.dir={root / 'calm'}"], root / "calm", scripted=True, log=root / "calm.log")
-    assert run.wait() == 0, run.log.read_text()
-    return root
+    return undisturbed(tmp_path_factory.mktemp("guards"), STEPS).parent
 
 
 @pytest.fixture
@@ -74,9 +71,11 @@ def test_without_its_cursor_a_resumed_run_trains_tasks_twice(start):
     assert run.wait() != 0 or account(run.folder)["doubled"] > 0
 
 
-def test_without_the_sweeper_a_killed_driver_leaves_orphans(start):
-    run = start("the sweeper")
+@pytest.mark.parametrize(("without", "remains"), [("", False), ("the sweeper", True)])
+def test_without_the_sweeper_what_cannot_end_itself_outlives_a_killed_driver(start, without, remains):
+    run = start(without)
     run.wait_for_step(2)
+    assert run.kill("learner", signal.SIGSTOP)
     run.kill("driver")
     run.wait()
-    assert gone_within(run.folder, 5)
+    assert bool(gone_within(run.folder, 5)) is remains

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sao.environment import Action, Context, Environment, Task
 from sao.envs.arithmetic.environment import ArithmeticEnvironment
-from sao.envs.arithmetic.expressions import operations, split_of, value
+from sao.envs.arithmetic.expressions import operations, split_of, value, worked_result
 from sao.errors import ConfigError
 
 
@@ -119,3 +119,19 @@ def test_operations_one_by_one_come_to_the_value(rest: list[tuple[str, int]], fi
     expression = f"{first}" + "".join(f"{operator}{number}" for operator, number in rest)
     steps = operations(expression)
     assert len(steps) == len(rest) and int(steps[-1].partition("=")[2]) == value(expression)
+
+
+@pytest.mark.parametrize(
+    ("answer", "result"),
+    [
+        ("1+2=3, 3+4=7", "7"),
+        ("1+2=3, 3+4=7, 7+1", "7"),
+        ("1+2=3, 3-4= -1", " -1"),
+        ("1+2=3, 3+4=", ""),
+        ("1+2=3, 3+4=x7", ""),
+        ("1+2+4=7", "1+2+4=7"),
+        ("7", "7"),
+    ],
+)
+def test_a_worked_answer_ends_with_its_last_operation(answer: str, result: str) -> None:
+    assert worked_result(answer, 2) == result

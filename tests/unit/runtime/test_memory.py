@@ -193,3 +193,10 @@ def test_more_threads_than_cores_are_refused_unless_asked_for():
         check_plan(config, plan, model())
     config.launcher.oversubscribe = True
     check_plan(config, plan, model())
+
+
+def test_shared_prefixes_need_the_attention_that_follows_them():
+    config = configured()
+    config.learner.sharing, config.learner.attention = "packed", "flash_attention_2"
+    with pytest.raises(ConfigError, match=r"learner\.sharing=packed needs learner\.attention=packed_sdpa"):
+        check_plan(config, make_plan(config, model(), HERE), model())
