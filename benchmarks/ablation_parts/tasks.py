@@ -93,7 +93,7 @@ def _slip(right: Tensor, low: int, count: int, share: float, generator: torch.Ge
 
 
 class Chain(Task):
-    name, vocabulary, max_tokens, warm_steps = "chain", 13, 14, 500
+    name, vocabulary, max_tokens, warm_steps = "chain", 13, 14, 900
     STOP, EQUALS, PLUS, TIMES, MINUS, DIGITS, BASE = 1, 2, 3, 4, 5, 6, 7
 
     @staticmethod
@@ -219,7 +219,7 @@ class Lookup(Task):
 
 
 class Dial(Task):
-    name, vocabulary, max_tokens, warm_steps = "dial", 8, 23, 400
+    name, vocabulary, max_tokens, warm_steps = "dial", 8, 23, 500
     GO, DIGITS, BASE, DECISIONS = 1, 2, 6, 18
 
     @staticmethod

@@ -23,14 +23,14 @@ class SingleTurnEnvironment:
     `step` raises RewardFailure when the function raises, hangs, crashes or does not return a number; that is never a reward of 0.
     """
 
-    def __init__(self, task: Task, *, reward: Mapping[str, Any] | None = None, system: str = "") -> None:
+    def __init__(self, task: Task, *, reward: Mapping[str, Any], system: str = "") -> None:
         payload = dict(task.payload)
         messages = payload.pop(MESSAGES_KEY, None)
         self.row = payload
         self.messages: list[Message] = messages_of(payload.get("prompt")) if messages is None else list(messages)
         if system and self.messages[0]["role"] not in ("system", "developer"):
             self.messages.insert(0, {"role": "system", "content": system})
-        self._runner = shared_runner(reward_config(dict(reward or {})))
+        self._runner = shared_runner(reward_config(dict(reward)))
 
     async def reset(self, context: Context) -> Sequence[Message]:
         return self.messages

@@ -69,7 +69,7 @@ def test_a_failing_reward_is_a_failure_and_not_a_zero() -> None:
 
 def test_bad_reward_settings_are_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"reward\.function is empty"):
-        SingleTurnEnvironment(Task("t", "single_turn", {"prompt": "2+2?"}))
+        SingleTurnEnvironment(Task("t", "single_turn", {"prompt": "2+2?"}), reward={})
     with pytest.raises(ConfigError, match=r"env\.args\.reward has the unknown key 'timeout'; the keys are function, mode"):
         SingleTurnEnvironment(Task("t", "single_turn", {"prompt": "2+2?"}), reward={**EXACT, "timeout": 3})
 

@@ -127,7 +127,7 @@ def test_arguments_that_make_no_sense_are_refused(args: Any, says: Any) -> None:
 
 def test_demonstrations_prefer_no_style_and_the_mixture_has_faults() -> None:
     def written(clean: Any) -> Any:
-        found = Counter()
+        found: Counter[str | None] = Counter()
         for i in range(1500):
             messages = StyleStreamEnvironment.demonstration(random.Random(i), clean)
             topic = messages[1]["content"].removeprefix("topic: ")
