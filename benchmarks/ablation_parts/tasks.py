@@ -139,7 +139,7 @@ class Chain(Task):
 
 
 class Lookup(Task):
-    name, vocabulary, max_tokens, warm_steps, splits = "lookup", 13, 25, 250, False
+    name, vocabulary, max_tokens, warm_steps, splits = "lookup", 13, 25, 320, False
     QUERY, ASK, SAY, OBS, DIGITS, KEYS, QUESTIONS = 1, 2, 3, 4, 5, 8, 3
 
     @staticmethod
