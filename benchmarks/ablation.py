@@ -55,7 +55,7 @@ from common import ROOT, write_result
 
 IDS = ("ablation_sao_collapse_rate", "ablation_grpo_collapse_rate", "ablation_sao_vs_running_mean_p", "ablation_sao_vs_single_dis_p")
 SEEDS, TUNING_SEEDS = (0, 1, 2, 3, 4), (100, 101)
-RATES = (3e-4, 1e-3, 3e-3)
+RATES = (1e-4, 3e-4, 1e-3)
 BOUND, OTHER_BOUNDS = 4, (0, 16)
 AT_ALL_BOUNDS = ("sao", "grpo", "grpo_dis", "ppo_clip", "running_mean", "single_dis")
 IN_FIGURE = ("sao", "grpo", "grpo_dis", "ppo_clip", "running_mean", "single_dis", "vapo", "sao_no_dis")
