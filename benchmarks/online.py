@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, counters, sao, write_result
+from common import ROOT, counters, sao, save_figure, write_result
 from online_figure import draw
 
 from sao.online.history import History, read_history, recoveries, summary
@@ -107,7 +107,7 @@ def ratios(runs: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, 
 
 
 def report(runs: list[dict[str, Any]], minutes: float) -> None:
-    FIGURE.write_text(draw(runs))
+    save_figure(draw(runs), FIGURE)
     pairs, left_out = ratios(runs)
     for method in METHODS:
         of = [r for r in runs if r["method"] == method]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib.figure import Figure
+
 BEGIN, END = "<!-- {name}: python benchmarks/ablation.py --report -->", "<!-- end of {name} -->"
-COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f")
 
 
 def replace(path: Path, name: str, block: str) -> None:
@@ -94,35 +95,21 @@ def tests_table(tests: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def figure(curves: dict[str, dict[str, list[list[float]]]], rollouts: Sequence[float]) -> str:
-    """An SVG: one panel a task; each method's mean held-out reward over rollouts, a thin line a seed. curves[task][method] = one curve a seed."""
-    width, height, left, top, gap = 300, 210, 40, 34, 26
-    panels, names = [], list(dict.fromkeys(name for task in curves.values() for name in task))
-    last = max(rollouts) or 1.0
-    for index, (task, lines) in enumerate(curves.items()):
-        x0 = left + index * (width + gap)
-        parts = [f'<text x="{x0}" y="{top - 10}" font-weight="600">{html.escape(task)}</text>']
-        for level in (0.0, 0.25, 0.5, 0.75, 1.0):
-            y = top + height * (1 - level)
-            parts.append(f'<path d="M{x0} {y:.1f}h{width}" stroke="#8884" fill="none"/>')
-            if index == 0:
-                parts.append(f'<text x="{x0 - 6}" y="{y + 4:.1f}" text-anchor="end">{level:g}</text>')
-        for share in (0, 0.5, 1):
-            parts.append(f'<text x="{x0 + share * width:.0f}" y="{top + height + 16}" text-anchor="middle">{share * last / 1000:.3g}k</text>')
+def figure(curves: dict[str, dict[str, list[list[float]]]], rollouts: Sequence[float]) -> Figure:
+    """One panel a task; each method's mean held-out reward over rollouts, a thin line a seed. curves[task][method] = one curve a seed."""
+    drawn = Figure(figsize=(3.4 * len(curves) + 1.6, 3.2), layout="constrained")
+    panels = drawn.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    names = list(dict.fromkeys(name for task in curves.values() for name in task))
+    for axes, (task, lines) in zip(panels, curves.items(), strict=True):
+        axes.set_title(task)
+        axes.set_xlabel("rollouts")
+        axes.set_ylim(0, 1)
         for name, seeds in lines.items():
-            color = COLORS[names.index(name) % len(COLORS)]
-            mean = [sum(values) / len(values) for values in zip(*seeds, strict=True)]
-            for curve, thick, opacity in [*((seed, 0.7, 0.25) for seed in seeds), (mean, 2.0, 1.0)]:
-                points = " ".join(f"{x0 + width * r / last:.1f},{top + height * (1 - v):.1f}" for r, v in zip(rollouts, curve, strict=True))
-                parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{thick}" opacity="{opacity}"/>')
-        panels.append("".join(parts))
-    legend = "".join(
-        f'<rect x="{left + 130 * i}" y="{top + height + 28}" width="12" height="4" fill="{COLORS[i % len(COLORS)]}"/>'
-        f'<text x="{left + 130 * i + 18}" y="{top + height + 34}">{html.escape(name)}</text>'
-        for i, name in enumerate(names)
-    )
-    total = left + len(curves) * (width + gap)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {max(total, left + 130 * len(names))} {top + height + 46}" '
-        f'font-family="sans-serif" font-size="11" fill="#555" role="img" aria-label="held-out reward over rollouts">{"".join(panels)}{legend}</svg>\n'
-    )
+            color = f"C{names.index(name)}"
+            for seed in seeds:
+                axes.plot(rollouts, seed, color=color, linewidth=0.6, alpha=0.3)
+            axes.plot(rollouts, np.mean(seeds, axis=0), color=color, linewidth=1.8, label=name)
+    panels[0].set_ylabel("held-out reward")
+    handles, labels = panels[0].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside right center", fontsize=8)
+    return drawn
