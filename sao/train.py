@@ -47,6 +47,7 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
     """
     started = time.monotonic() if started is None else started
     check_start(config, resume=resume)
+    sweeper.start()  # before the user's environments and rewards are tried
     env_configs = environments(config)
     source = build_source(config, env_configs)
     check_rewards(env_configs, config.reward)
@@ -72,7 +73,6 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
         folder.write_text("plan.txt", plan.text() + "\n")
         command = {"verb": "train", "overrides": list(overrides), "model": model_path, "incarnation": folder.incarnation, "sao": started_by()}
         folder.write_json("command.json", command)
-        sweeper.start()
         observer = RunObserver(folder, config, started)
         job = Job(config, source, held_out, model_path, folder, observer)
         folder.write_json(OUTCOME, {"state": "running", "message": ""})

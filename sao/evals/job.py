@@ -63,6 +63,7 @@ class Job:
 
 def evaluate_command(arguments: Sequence[str]) -> int:
     """Check everything, start engines and workers, evaluate, print, write `evals/<name>.json`. Returns the exit code."""
+    sweeper.start()  # before the user's environments and rewards are tried
     job = make_job(arguments)
     target = _free_name(job.folder / "evals", job.title)
     try:
@@ -72,7 +73,6 @@ def evaluate_command(arguments: Sequence[str]) -> int:
     config = job.config
     print(f"evaluating {job.name}: {len(job.tasks)} problems, {job.samples} samples each, temperature {job.temperature:g}")
     print(f"starting {config.engine.replicas} engine(s) and {config.rollout.workers} worker(s)", flush=True)
-    sweeper.start()
     try:
         result = asyncio.run(_run(job, target))
     except BaseExceptionGroup as group:

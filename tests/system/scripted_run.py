@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -40,6 +41,16 @@ class ScriptedEngineActor(EngineActor):
 def parity(completion: str, row: dict[str, Any]) -> float:
     """Something for a critic to learn from: a property of the text."""
     return float(sum(map(ord, completion)) % 2)
+
+
+_strays: list[subprocess.Popen[bytes]] = []
+
+
+def stray(completion: str, row: dict[str, Any]) -> float:
+    """`parity`, by a function that leaves a process of its own session behind."""
+    if not _strays:
+        _strays.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
+    return parity(completion, row)
 
 
 def options(folder: Path, *, steps: int, batch: int = 8, staleness: int = 0) -> list[str]:
