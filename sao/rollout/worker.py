@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from sao.agents.renderer import generation_stop_ids, load_renderer
 from sao.agents.tokenizer import load_tokenizer
@@ -30,7 +31,7 @@ class EpisodeWorker:
         tokenizer = load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
         stops = generation_stop_ids(model_path)
         self.renderer = load_renderer(config.model.renderer, tokenizer, reasoning=config.model.reasoning, extra_stop_ids=stops)
-        self.pool = EnginePool(engines)
+        self.pool = EnginePool(engines, wait_s=config.engine.start_timeout_s)
         rollout = config.rollout
         self.limits = Limits(
             max_turns=rollout.max_turns,
@@ -78,6 +79,7 @@ class EpisodeWorker:
             limits=self.limits,
             purpose=request.purpose,
             pinned_version=request.version if request.pinned else None,
+            outage_s=partial(self.pool.outage_s, request.purpose),
         )
 
     def _sampling(self, request: EpisodeRequest) -> SamplingSpec:

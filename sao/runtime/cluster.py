@@ -201,13 +201,17 @@ class Cluster:
 
     def workers(self) -> RemoteWorkers:
         names = [name for name in self.actors if name.startswith("worker-")]
-        return RemoteWorkers(self, names, EPISODE_GRACE_S + self.config.rollout.time_limit_s)
+        return RemoteWorkers(self, names, EPISODE_GRACE_S + self.config.rollout.time_limit_s, self._outage_s)
 
     def engines(self) -> EnginePool:
         """The driver's view of the engines: publication and snapshots. Requests go from the workers straight to the engines."""
         handles = [self._engine(name) for name in self.actors if name.startswith("engine-")]
         self.pool = EnginePool(handles, wait_s=self.config.engine.start_timeout_s, on_event=self._left)
         return self.pool
+
+    def _outage_s(self) -> float:
+        """Seconds in which no engine was there for training: the driver sees an outage as the workers do, within its grace."""
+        return 0.0 if self.pool is None else self.pool.outage_s()
 
     def _left(self, event: PoolEvent) -> None:
         if event.kind == "left":

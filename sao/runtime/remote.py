@@ -13,19 +13,23 @@ from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
 from sao.rollout.staleness import Finished
 from sao.runtime.memory import with_advice
 from sao.runtime.run_store import RunStore
+from sao.timeouts import time_limit
 
 T = TypeVar("T")
 
 
-async def call(reference: Awaitable[T], actor: str, failure: type[SystemFailure], timeout_s: float, key: str = "") -> T:
+async def call(
+    reference: Awaitable[T], actor: str, failure: type[SystemFailure], timeout_s: float, key: str = "", stood_s: Callable[[], float] = lambda: 0.0
+) -> T:
     """Await a Ray call. Errors of ours come back as they were raised; a dead or silent actor becomes a `failure` with `lost` set.
 
-    `key` is the configuration's name for the time limit, to be named when it passes.
+    `key` is the configuration's name for the time limit, to be named when it passes; time by which `stood_s` grows does not count.
     """
     import ray.exceptions as rx
 
     try:
-        return await asyncio.wait_for(as_coroutine(reference), timeout_s)
+        async with time_limit(timeout_s, stood_s):
+            return await reference
     except TimeoutError:
         limit = f"{timeout_s:.0f} s ({key})" if key else f"{timeout_s:.0f} s"
         raise lost(failure, f"{actor} did not answer within {limit}; see logs/{actor}.log in the run folder") from None
@@ -46,11 +50,6 @@ def lost(failure: type[SystemFailure], message: str) -> SystemFailure:
     error = failure(message)
     error.lost = True
     return error
-
-
-async def as_coroutine(reference: Awaitable[T]) -> T:
-    """asyncio.wait_for takes coroutines; a Ray reference is only awaitable."""
-    return await reference
 
 
 class RemoteEngine:
@@ -169,8 +168,10 @@ class RemoteLearner:
 class RemoteWorkers:
     """The worker actors, as the loop's EpisodeRunner: each episode goes to the worker with the fewest running, and to another when that one is lost."""
 
-    def __init__(self, cluster: Replacer, names: Sequence[str], timeout_s: float) -> None:
+    def __init__(self, cluster: Replacer, names: Sequence[str], timeout_s: float, outage_s: Callable[[], float] = lambda: 0.0) -> None:
+        """timeout_s: of one episode, without the time in which `outage_s` (cumulative) grew because no engine was there."""
         self.cluster = cluster
+        self.outage_s = outage_s
         self.running = dict.fromkeys(names, 0)
         self.timeout_s = timeout_s
         self.reissued = 0
@@ -182,7 +183,7 @@ class RemoteWorkers:
             self.running[name] += 1
             try:
                 outcome_ref, trajectory_ref = actor.run.options(num_returns=2).remote(request)
-                outcome = await call(outcome_ref, name, WorkerFailure, self.timeout_s)
+                outcome = await call(outcome_ref, name, WorkerFailure, self.timeout_s, stood_s=self.outage_s)
             except WorkerFailure as failure:
                 if not failure.lost:
                     raise
