@@ -353,6 +353,11 @@ class EnginePool:
         """Engines that are lent."""
         return tuple(name for name, member in self._members.items() if member.lent)
 
+    async def still_lent(self, name: str) -> bool:
+        """Whether a lent engine is there yet with the weights it was lent with. Asks it: one that does not answer leaves the pool."""
+        await self.snapshots()
+        return name in self.lent
+
     def admit(self, handle: EngineHandle, *, lent: bool = False) -> None:
         """Take in an engine that somebody else has brought up to date (or lent), in the place of an earlier one of its name."""
         self._members[handle.name] = _Member(handle, lent=lent)
