@@ -224,7 +224,9 @@ class LauncherConfig:
     object_store_mb: int = 0  # Ray's shared memory; 0: room for two copies of the published weights
     oversubscribe: bool = False  # allow more threads of engines and learner than there are cores
     silence_s: float = 20.0  # an actor that gives no sign of life for so long is ended and replaced
-    restarts: int = 5  # how often in a row an actor may be lost within 20 s of its start before the run gives up
+    # How often in a row an actor may be lost before the run gives up: a worker with no episode done between, the learner with no step, an engine within
+    # 20 s of its start.
+    restarts: int = 5
 
 
 @dataclass

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from sao.errors import EngineFailure, LearnerFailure, SaoError, SystemFailure, WorkerFailure
 from sao.inference.protocol import Canary, EngineSnapshot, GenerateRequest, Generation, PublishReport
 from sao.learner.protocol import StepReport
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
+from sao.rollout.last_words import last_words, path_of
 from sao.rollout.staleness import Finished
 from sao.runtime.memory import with_advice
 from sao.runtime.run_store import RunStore
@@ -32,7 +34,9 @@ async def call(
             return await reference
     except TimeoutError:
         limit = f"{timeout_s:.0f} s ({key})" if key else f"{timeout_s:.0f} s"
-        raise lost(failure, f"{actor} did not answer within {limit}; see logs/{actor}.log in the run folder") from None
+        late = lost(failure, f"{actor} did not answer within {limit}; see logs/{actor}.log in the run folder")
+        late.overdue = True
+        raise late from None
     except rx.RayTaskError as error:
         cause = error.cause
         if isinstance(cause, SystemFailure) and cause.args:
@@ -89,6 +93,10 @@ class Replacer(Protocol):
         """Return when `name` is another actor than `dead`, started by this call or by an earlier one. Raises SystemFailure when that is hopeless."""
         ...
 
+    def forgive(self, name: str) -> None:
+        """`name` has done what it is for, or its loss is somebody else's doing: earlier losses no longer count as ones in a row."""
+        ...
+
 
 class RemoteLearner:
     """The learner actor, as the loop's LearnerHandle.
@@ -111,6 +119,7 @@ class RemoteLearner:
 
     async def step(self, handles: Sequence[Any], step: int) -> StepReport:
         report: StepReport = await self._ask(lambda actor: actor.step.remote(step, *handles))
+        self.cluster.forgive(self.name)
         self.steps_done = step + 1
         # The file of a step is complete when the next step has returned; until then its batch is kept here.
         self._unwritten = {s: h for s, h in self._unwritten.items() if s >= step - 1} | {step: handles}
@@ -166,11 +175,15 @@ class RemoteLearner:
 
 
 class RemoteWorkers:
-    """The worker actors, as the loop's EpisodeRunner: each episode goes to the worker with the fewest running, and to another when that one is lost."""
+    """The worker actors, as the loop's EpisodeRunner: each episode goes to the worker with the fewest running, and to another when that one is lost.
 
-    def __init__(self, cluster: Replacer, names: Sequence[str], timeout_s: float, outage_s: Callable[[], float] = lambda: 0.0) -> None:
-        """timeout_s: of one episode, without the time in which `outage_s` (cumulative) grew because no engine was there."""
+    The episode that took its worker with it, by crash or by silence, has failed (`worker_lost`); whatever else was there is issued again.
+    """
+
+    def __init__(self, cluster: Replacer, names: Sequence[str], timeout_s: float, logs: Path, outage_s: Callable[[], float] = lambda: 0.0) -> None:
+        """timeout_s: of one episode, without the time in which `outage_s` (cumulative) grew because no engine was there. logs: where workers leave last words."""
         self.cluster = cluster
+        self.logs = logs
         self.outage_s = outage_s
         self.running = dict.fromkeys(names, 0)
         self.timeout_s = timeout_s
@@ -187,11 +200,18 @@ class RemoteWorkers:
             except WorkerFailure as failure:
                 if not failure.lost:
                     raise
-                self.reissued += 1
+                # Read before a replacement can have begun to write.
+                to_blame = failure.overdue or last_words(path_of(self.logs, name)) == request.name
+                if to_blame:
+                    self.cluster.forgive(name)
                 await self.cluster.replace(name, actor, str(failure))
+                if to_blame:
+                    return EpisodeFailure(request.episode_id, "worker_lost", f"task {request.task.task_id} took its worker with it: {failure}")
+                self.reissued += 1
                 continue
             finally:
                 self.running[name] -= 1
+            self.cluster.forgive(name)
             return Finished(outcome.meta, trajectory_ref) if isinstance(outcome, Finished) else outcome
 
     async def lend(self, engine: str) -> None:
