@@ -101,6 +101,8 @@ class EngineConfig:
     step_interval_ms: float = 0.0
     start_timeout_s: float = 300.0
     request_timeout_s: float = 120.0
+    # An engine that has been at one step for so long hangs and is replaced. Raise it where a step is that slow: long prompts, few cores, a big model.
+    stall_s: float = 60.0
     canary_tolerance: float = 0.005  # largest |engine - trainer| log-prob after a publication; use 0.5 for bfloat16
 
 
