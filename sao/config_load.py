@@ -312,7 +312,7 @@ def _check_ranges(config: Config) -> None:
         _refuse(any(isinstance(n, float) and not math.isfinite(n) for n in numbers), f"{key}={value} is not a finite number")
     positive = (
         "train.steps", "train.batch_size", "engine.replicas", "engine.max_num_seqs", "engine.threads", "engine.tensor_parallel_size", "engine.kv_cache_mb",
-        "engine.start_timeout_s", "engine.request_timeout_s", "engine.canary_tolerance", "weights.publish_every", "rollout.workers", "rollout.time_limit_s",
+        "engine.start_timeout_s", "engine.request_timeout_s", "engine.stall_s", "engine.canary_tolerance", "weights.publish_every", "rollout.workers", "rollout.time_limit_s",
         "rollout.max_turns", "rollout.max_turn_tokens", "rollout.max_tokens", "rollout.observation_limit", "data.max_prompt_chars", "learner.tokens_per_micro_batch",
         "learner.threads", "learner.timeout_s", "reward.timeout_s", "reward.processes", "eval.tasks", "eval.samples", "algo.eps_high", "algo.alpha", "critic.updates",
         "warmstart.steps", "warmstart.batch_size", "launcher.silence_s", "checkpoint.keep",

@@ -28,12 +28,13 @@ class SystemFailure(SaoError):
     """Something broke while running.
 
     `reason` is the short name under which the ledger counts it; `sampled_tokens` are the tokens lost with it (set by the turn loop).
-    `lost`: the actor died or fell silent, so a replacement may do what was asked of it.
+    `lost`: the actor died or fell silent, so a replacement may do what was asked of it. `overdue`: lost because this very call was not answered in time.
     """
 
     reason = "system"
     sampled_tokens: int = 0
     lost: bool = False
+    overdue: bool = False
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), self.args, self.__dict__

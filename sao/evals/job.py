@@ -16,7 +16,7 @@ from sao.config import Config, EnvConfig
 from sao.config_load import LOWEST_TEMPERATURE, check, compose, conf_dir, environments, from_yaml, load_env, overlay
 from sao.environment import Task
 from sao.errors import ConfigError, SystemFailure, UserError
-from sao.evals.heldout import EvalResult, evaluate
+from sao.evals.heldout import EvalResult, coverage, evaluate
 from sao.rewards.preflight import check_rewards
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest, EpisodeRunner
 from sao.runtime import saved, sweeper
@@ -252,10 +252,11 @@ def result_record(job: Job, result: EvalResult) -> dict[str, Any]:
 def summary(record: dict[str, Any]) -> str:
     """The result for the screen."""
     hardest = sorted((p for p in record["problems"] if p["rewards"]), key=lambda p: sum(p["rewards"]) / len(p["rewards"]))
+    over = coverage(sum(bool(p["rewards"]) for p in record["problems"]), len(record["problems"]), record["failed"])
     lines = [
-        f"mean@{record['n']:<5} {record['mean']:.3f} [{record['low']:.3f}, {record['high']:.3f}], 95 % interval over {record['tasks']} problems",
+        f"mean@{record['n']:<5} {record['mean']:.3f} [{record['low']:.3f}, {record['high']:.3f}], 95 % interval {over}",
         "  ".join(f"pass@{k} {value:.3f}" for k, value in record["pass_at"].items()),
-        f"truncated  {record['truncated_share']:.1%} of {record['episodes']} episodes; {record['failed']} failed and are left out",
+        f"truncated  {record['truncated_share']:.1%} of {record['episodes']} episodes",
         f"sampled    {record['tokens']:,} tokens in {record['seconds']:.1f} s",
         f"problems with the lowest mean, of {len(record['problems'])}:",
         *(f"  {p['task_id']:<40} {' '.join(f'{reward:g}' for reward in p['rewards'])}" for p in hardest[:HARDEST]),

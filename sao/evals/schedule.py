@@ -17,7 +17,7 @@ from typing import Protocol
 
 from sao.config import Config
 from sao.environment import Task
-from sao.errors import SystemFailure
+from sao.errors import EngineFailure, SystemFailure
 from sao.evals.heldout import EvalResult, evaluate
 from sao.loop import TrainingLoop
 
@@ -33,6 +33,8 @@ class Lender(Protocol):
 class EngineLender(Lender, Protocol):
     @property
     def live(self) -> tuple[str, ...]: ...
+
+    async def still_lent(self, name: str) -> bool: ...
 
 
 class Reporter(Protocol):
@@ -104,11 +106,11 @@ class Evaluations:
         if self.running is not None:
             await asyncio.wait({self.running})
         self.reporter.phase(f"evaluation {name} training, {len(self.held_out)} held-out tasks")
-        self.running = self.group.create_task(self._run(name, self.loop.published_version, self.config.engine.replicas))
+        self.running = self.group.create_task(self._run(name, self.loop.published_version, None))
         await asyncio.wait({self.running})
 
-    async def _run(self, name: str, version: int, engines: int) -> None:
-        """Evaluate at every temperature in so many engines, and report."""
+    async def _run(self, name: str, version: int, engine: str | None) -> None:
+        """Evaluate at every temperature in one engine (None: in all), and report. Raises EngineFailure when that engine was lost and its episodes with it."""
         for temperature in self.config.eval.temperatures:
             result = await evaluate(
                 self.loop.workers,
@@ -116,10 +118,12 @@ class Evaluations:
                 name=name,
                 version=version,
                 temperature=temperature,
-                concurrency=self.config.engine.max_num_seqs * engines,
+                concurrency=self.config.engine.max_num_seqs * (self.config.engine.replicas if engine is None else 1),
                 seed=self.config.seed,
                 samples_per_task=self.config.eval.samples if temperature > 0 else 1,
             )
+            if engine is not None and result.failed and not await self.engines.still_lent(engine):
+                raise EngineFailure(f"{engine}, which was lent to it, was lost, and {result.failed} of its episodes failed")
             self.reporter.evaluation(result)
 
     def stop(self) -> None:
@@ -128,12 +132,12 @@ class Evaluations:
             self.running.cancel()
 
     async def _beside(self, name: str, version: int, engine: str | None) -> None:
-        """An evaluation while training goes on. That all of its episodes failed is reported and ends nothing, unless it is the first."""
+        """An evaluation while training goes on. That all of its episodes failed is reported and ends nothing, unless it is the first and its engine is well."""
         self.reporter.phase(f"training; evaluation {name} of version {version}, {len(self.held_out)} held-out tasks")
         try:
-            await self._run(name, version, self.config.engine.replicas if engine is None else 1)
+            await self._run(name, version, engine)
         except SystemFailure as failure:
-            if name == "before":
+            if name == "before" and (engine is None or await self.engines.still_lent(engine)):
                 raise
             self.reporter.evaluation_missed(name, version, str(failure))
         if engine is not None:

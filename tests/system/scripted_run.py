@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sao.environment import Action, StepResult
+from sao.envs.single_turn.environment import SingleTurnEnvironment
 from sao.loop import TrainingLoop
 from sao.runtime import checkpoints, cluster, sweeper
 from sao.runtime.actors import EngineActor
@@ -36,6 +38,15 @@ class ScriptedEngineActor(EngineActor):
         vocabulary = json.loads((Path(model_path) / "config.json").read_text())["vocab_size"]
         self.engine = ScriptedEngine(name, incarnation=incarnation, vocabulary=vocabulary, token_s=lambda request: TOKEN_S, publish_s=0.02)
         self.start_s = time.monotonic() - started
+
+
+class Poison(SingleTurnEnvironment):
+    """One task in 61 takes its process with it."""
+
+    async def step(self, action: Action) -> StepResult:
+        if int(self.row["answer"]) % 61 == 7:
+            os._exit(139)
+        return await super().step(action)
 
 
 def parity(completion: str, row: dict[str, Any]) -> float:

@@ -138,8 +138,10 @@ def test_the_result_file_and_the_screen(project):
     assert record["checkpoint"] == "final" and record["pass_at"] == {"1": 0.5, "2": 1.0}
     assert record["problems"] == [{"task_id": "a", "rewards": [1.0, 1.0]}, {"task_id": "b", "rewards": [0.0]}]
     shown = summary(record)
-    assert "mean@2     0.500 [0.000, 1.000]" in shown and "pass@2 1.000" in shown and "1 failed" in shown
+    assert "mean@2     0.500 [0.000, 1.000]" in shown and "pass@2 1.000" in shown and "over 2 problems, 1 episodes failed" in shown
     assert shown.index("  b ") < shown.index("  a ")
+    record["problems"][1]["rewards"] = []
+    assert "over 1 of 2 problems" in summary(record)
 
 
 def test_an_export_is_a_plain_copy(project, capsys):
