@@ -24,7 +24,6 @@ from sao.report.html import write_report
 from sao.report.live import DONE
 from sao.rewards.preflight import check_rewards, check_scores
 from sao.runtime import sweeper
-from sao.runtime.checkpoints import FOLDER, STATE
 from sao.runtime.cluster import Cluster
 from sao.runtime.models import check_tokenizer, facts, prepare
 from sao.runtime.plan import check_plan, machine, make_plan
@@ -32,7 +31,6 @@ from sao.runtime.preflight import check_openings, check_start
 from sao.runtime.remote import RemoteLearner, RemoteWorkers
 from sao.runtime.run_folder import RunFolder, choose, started_by
 from sao.runtime.run_store import RunCheckpointer, RunStore
-from sao.runtime.saved import FINAL
 from sao.tasks.source import TaskSource, build_held_out, build_source, check_arguments
 
 INTERRUPTED = 130
@@ -165,10 +163,7 @@ class Job:
                 folder.write_json("ledger.json", loop.ledger.audit())
             if loop.complete:
                 observer.phase("writing the final checkpoint")
-                final = folder.path / FOLDER / FINAL
-                (final / STATE).unlink(missing_ok=True)
-                await learner.export(str(final))
-                folder.write_json(f"{FOLDER}/{FINAL}/{STATE}", {"version": loop.version, "batches_done": loop.batches_done})
+                await checkpointer.final({"version": loop.version, "batches_done": loop.batches_done})
         if not loop.ledger.audit()["closes"]:
             raise SystemFailure(f"the ledger does not close; see ledger.json in {folder.path}")
         if loop.complete:

@@ -20,6 +20,7 @@ from sao.evals.heldout import EvalResult, evaluate
 from sao.rewards.preflight import check_rewards
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest, EpisodeRunner
 from sao.runtime import saved, sweeper
+from sao.runtime.checkpoints import FINAL
 from sao.runtime.cluster import Cluster
 from sao.runtime.models import check_tokenizer, facts, prepare
 from sao.runtime.plan import check_plan, machine, make_plan
@@ -118,7 +119,7 @@ def make_job(arguments: Sequence[str]) -> Job:
 
 def _of_run(own: dict[str, str], overrides: Sequence[str]) -> Subject:
     run = saved.run_folder(own["run"], "run=")
-    name = own.get("checkpoint", saved.FINAL)
+    name = own.get("checkpoint", FINAL)
     checkpoint = saved.checkpoint(run, name)
     config = from_yaml(run / "config.yaml")
     if "env" in own:
