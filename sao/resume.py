@@ -9,8 +9,9 @@ from sao.config import Config
 from sao.config_load import check, from_yaml, leaf_keys, overlay, value_of
 from sao.errors import ConfigError, UserError
 from sao.loop import total_batches
+from sao.runtime.checkpoints import FINAL, FOLDER
 from sao.runtime.run_folder import read_command, started_by
-from sao.runtime.saved import batches_done, final_step, run_folder
+from sao.runtime.saved import batches_done, evaluation_due, final_step, run_folder, version
 
 PREFIX = "resume="
 # What the trained weights, the account of prompts and the staleness bound rest on. Everything else may differ from one sitting to the next.
@@ -37,11 +38,12 @@ def _written_config(folder: Path) -> Config:
 
 
 def _refuse_without_work(folder: Path, config: Config) -> None:
-    """A run that has ended, or has gone further than it is asked to, has nothing to go on with."""
+    """A run that has ended, evaluation included, or has gone further than it is asked to, has nothing to go on with."""
     total, done, critic_only = total_batches(config), batches_done(folder), total_batches(config) - config.train.steps
     if done > total:
         raise UserError(f"train.steps={config.train.steps} has been passed: {done - critic_only} are done; set train.steps higher")
-    if done == total == final_step(folder):
+    trained = version(folder / FOLDER / FINAL)
+    if done == total == final_step(folder) and not (trained is not None and evaluation_due(folder, config, trained)):
         raise UserError(f"resume={folder}: the run has ended, its {config.train.steps} steps are done; set train.steps higher to go on")
 
 

@@ -31,6 +31,7 @@ from sao.runtime.preflight import check_openings, check_start
 from sao.runtime.remote import RemoteLearner, RemoteWorkers
 from sao.runtime.run_folder import RunFolder, choose, started_by
 from sao.runtime.run_store import RunCheckpointer, RunStore
+from sao.runtime.saved import evaluated, evaluation_due
 from sao.tasks.source import TaskSource, build_held_out, build_source, check_arguments
 
 INTERRUPTED = 130
@@ -81,8 +82,8 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
             observer.close()
             if config.logger.report:
                 print(f"report: {write_report(folder.path)}")
-    print(f"stopped; go on with `sao train resume={folder.path}`" if job.stopped else f"done; look at it with `sao inspect {folder.path}`")
-    return INTERRUPTED if job.stopped else 0
+    print(f"stopped; go on with `sao train resume={folder.path}`" if job.cut_short else f"done; look at it with `sao inspect {folder.path}`")
+    return INTERRUPTED if job.cut_short else 0
 
 
 @contextlib.contextmanager
@@ -100,7 +101,7 @@ def _telling_outcome(folder: RunFolder, job: Job) -> Iterator[None]:
         if cause is error:
             raise
         raise cause from error
-    folder.write_json(OUTCOME, {"state": "stopped" if job.stopped else "complete", "message": ""})
+    folder.write_json(OUTCOME, {"state": "stopped" if job.cut_short else "complete", "message": ""})
 
 
 @contextlib.contextmanager
@@ -127,6 +128,11 @@ class Job:
         self.stopped = False
         self.loop: TrainingLoop | None = None
         self.evaluations: Evaluations | None = None
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether it was asked to stop before all was done: the steps, and the evaluation after them. A resume does the rest."""
+        return self.stopped and (self.loop is None or not self.loop.complete or evaluation_due(self.folder.path, self.config, self.loop.version))
 
     async def run(self) -> None:
         config, folder, observer = self.config, self.folder, self.observer
@@ -184,10 +190,10 @@ class Job:
     def _stop(self, this: asyncio.Task[Any]) -> None:
         self.stopped = True
         if self.loop is None:
-            self.observer.phase("stopping; nothing was trained yet")
+            self.observer.phase("stopping; nothing was trained in this sitting")
             this.cancel()
             return
-        self.observer.phase("stopping after this step; once more ends at once")
+        self.observer.phase(f"stopping{'' if self.loop.complete else ' after this step'}; once more ends at once")
         self.loop.stop()
         if self.evaluations is not None:
             self.evaluations.stop()
@@ -197,8 +203,8 @@ class Job:
         async with asyncio.TaskGroup() as group:
             self.evaluations = Evaluations(config, loop, engines, workers, self.held_out, self.observer, group)
             self.observer.phase("training")
-            if config.eval.at_start and not self.folder.incarnation:
-                await self.evaluations.begin("before")
+            if config.eval.at_start and not evaluated(self.folder.path, "before", 0, config.eval.temperatures):
+                await self.evaluations.begin("before")  # engines start with the weights of version 0, on a resume as well
             loop.after_publication = self.evaluations.published
             await loop.run()
             if config.eval.at_end and loop.complete and not self.stopped:

@@ -7,11 +7,13 @@ import importlib.metadata
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from sao.config import Config
 from sao.errors import UserError
+from sao.report.jsonl import append_record
 
 
 def choose(config: Config) -> Path:
@@ -77,9 +79,8 @@ class RunFolder:
     def write_json(self, name: str, value: Any) -> None:
         write_atomically(self.path / name, json.dumps(value, indent=2) + "\n")
 
-    def append_json(self, name: str, value: Any) -> None:
-        with open(self.path / name, "a") as file:
-            file.write(json.dumps(value) + "\n")
+    def append_json(self, name: str, value: Mapping[str, Any]) -> None:
+        append_record(self.path / name, value)
 
 
 def started_by() -> str:

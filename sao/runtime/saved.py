@@ -7,7 +7,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from sao.config import Config
 from sao.errors import ConfigError, UserError
+from sao.report.jsonl import read_jsonl
 from sao.report.steps import numbered
 from sao.runtime.checkpoints import FINAL, FOLDER, MANIFEST, STATE, damage
 from sao.runtime.models import tensor_sizes
@@ -95,6 +97,17 @@ def final_step(run: Path) -> int | None:
 def version(folder: Path) -> int | None:
     """Actor steps in a checkpoint's weights, where it says so."""
     return _counter(folder, "version")
+
+
+def evaluated(run: Path, name: str, version: int, temperatures: Sequence[float]) -> bool:
+    """Whether eval.jsonl has the evaluation `name` of `version` at every temperature."""
+    there = {record.get("temperature") for record in read_jsonl(run / "eval.jsonl") if (record.get("eval"), record.get("version")) == (name, version)}
+    return there.issuperset(temperatures)
+
+
+def evaluation_due(run: Path, config: Config, version: int) -> bool:
+    """Whether the run asks for an evaluation after training and has none of `version`, its last."""
+    return config.eval.at_end and not evaluated(run, "after", version, config.eval.temperatures)
 
 
 def _counter(folder: Path, name: str) -> int | None:
