@@ -172,7 +172,7 @@ class Job:
                 await checkpointer.final({"version": loop.version, "batches_done": loop.batches_done})
         if not loop.ledger.audit()["closes"]:
             raise SystemFailure(f"the ledger does not close; see ledger.json in {folder.path}")
-        if loop.complete:
+        if loop.complete and not self.cut_short:
             observer.phase(DONE)
 
     async def _go_back(self, loop: TrainingLoop, learner: RemoteLearner) -> None:

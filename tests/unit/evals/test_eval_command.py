@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -110,6 +111,8 @@ def test_a_plain_model_needs_an_environment_and_no_run(project):
         (["run=run", "engin.threads=1"], "did you mean 'engine.threads'"),
         (["run=run", "n=1", "n=2"], "given twice"),
         (["run=run", "fast"], "key=value"),
+        (["run=run", "model.path=/nowhere"], "model.path=/nowhere has no effect with run="),
+        (["run=run", "warmstart.steps=3"], "warmstart.steps=3 has no effect with run="),
         (["run=run", "env=calculatr"], "calculatr"),
         (["run=run", "rollout.sampling.top_p=0"], "rollout.sampling.top_p=0"),
         (["run=run", "engine.max_num_seqs=abc"], "engine.max_num_seqs"),
@@ -143,6 +146,46 @@ def test_the_result_file_and_the_screen(project):
     shown = summary(record)
     assert "mean@2     0.500 [0.000, 1.000]" in shown and "pass@2 1.000" in shown and "1 failed" in shown
     assert shown.index("  b ") < shown.index("  a ")
+
+
+@pytest.fixture
+def ready(project, monkeypatch):
+    """An evaluation whose episodes have been run already: `outcome` gives the result, or raises."""
+    from sao.evals import job
+    from sao.evals.heldout import EvalResult, Problem
+
+    async def run(*_):
+        return ready.outcome()
+
+    def ready(*arguments):
+        return main(["eval", "run=run", "n=2", *arguments])
+
+    ready.outcome = lambda: EvalResult("final", "calculator", 0, 1.0, 0.5, 0.0, 1.0, 1, 0, 1, 99, 2.5, 2, (Problem("a", (0.5,)),))
+    monkeypatch.setattr(job, "_run", run)
+    monkeypatch.setattr(job.sweeper, "start", lambda: None)
+    return ready
+
+
+def test_figures_are_shown_when_the_disk_takes_no_result(project, ready, monkeypatch, capsys):
+    def full(self, *_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert ready() == 1
+    shown = capsys.readouterr()
+    assert "mean@2     0.500" in shown.out
+    assert re.search(r"^failed: .*n2\.json cannot be written \(No space left on device\).*make room", shown.err) and shown.err.count("\n") == 1
+
+
+def test_an_interrupted_evaluation_takes_no_name(project, ready):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    whole, ready.outcome = ready.outcome, interrupted
+    assert ready() == 130
+    ready.outcome = whole
+    assert ready() == 0 and ready() == 0
+    assert sorted(path.name for path in (project / "run/evals").glob("*.json")) == ["final-calculator-t1-n2-2.json", "final-calculator-t1-n2.json"]
 
 
 def test_an_export_is_a_plain_copy(project, capsys):
