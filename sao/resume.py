@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sao.config import Config
-from sao.config_load import check, from_yaml, leaf_keys, overlay, value_of
+from sao.config_load import check, leaf_keys, overlay, value_of
+from sao.config_yaml import from_yaml
 from sao.errors import ConfigError, UserError
 from sao.loop import total_batches
 from sao.runtime.checkpoints import FINAL, FOLDER
@@ -32,6 +33,8 @@ def _written_config(folder: Path) -> Config:
         return from_yaml(folder / "config.yaml")
     except ConfigError as error:
         by = read_command(folder).get("sao", "an unknown version")
+        if by == started_by():
+            raise UserError(f"resume={folder}: {error}") from None
         raise UserError(
             f"resume={folder}: the run was started by SAO {by}, this is {started_by()}, and the configuration differs ({error})"
         ) from None
@@ -58,7 +61,7 @@ def load(run: str, overrides: Sequence[str]) -> tuple[Config, list[str]]:
         old, new = value_of(before, key), value_of(config, key)
         if old == new:
             continue
-        if key != "run.progress" and any(key == fixed or (fixed.endswith(".") and key.startswith(fixed)) for fixed in FIXED):
+        if key not in ("run.progress", "run.dry_run") and any(key == fixed or (fixed.endswith(".") and key.startswith(fixed)) for fixed in FIXED):
             raise UserError(f"{key}={new} cannot be changed on resume, the run was started with {old}; leave it out or start a new run")
         changes.append(f"{key}: {old} -> {new}")
     _refuse_without_work(folder, config)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from sao.config import Config
-from sao.config_load import environments, to_yaml
+from sao.config_load import environments
+from sao.config_yaml import to_yaml
 from sao.environment import Task
 from sao.errors import ConfigError, SaoError, SystemFailure
 from sao.evals.schedule import Evaluations
@@ -24,6 +25,7 @@ from sao.report.html import write_report
 from sao.report.live import DONE
 from sao.rewards.preflight import check_rewards, check_scores
 from sao.runtime import sweeper
+from sao.runtime.checkpoints import Checkpoint
 from sao.runtime.cluster import Cluster
 from sao.runtime.models import check_tokenizer, facts, prepare
 from sao.runtime.plan import check_plan, machine, make_plan
@@ -64,16 +66,20 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
         print(f"model      {model_path}\n           {model.parameters:,} parameters, context {model.context}")
         print(f"data       {source.length if source.length is not None else 'generated'} tasks, {len(held_out)} held out")
         print(plan.text())
+        if resume:
+            _store(config, choose(config)).checkpoint_of(model)
         print("dry run: everything checks out; nothing was started")
         return 0
     with RunFolder(choose(config), resume=resume) as folder, _disk_faults(folder.path):
+        store = _store(config, folder.path)
+        checkpoint = store.checkpoint_of(model) if resume else None  # before the first write: what refuses it leaves the folder as it was
         folder.write_text("config.yaml", to_yaml(config))
         folder.write_text("plan.txt", plan.text() + "\n")
         command = {"verb": "train", "overrides": list(overrides), "model": model_path, "incarnation": folder.incarnation, "sao": started_by()}
         folder.write_json("command.json", command)
         sweeper.start()
         observer = RunObserver(folder, config, started)
-        job = Job(config, source, held_out, model_path, folder, observer)
+        job = Job(config, source, held_out, model_path, folder, observer, store, checkpoint)
         folder.write_json(OUTCOME, {"state": "running", "message": ""})
         try:
             with _telling_outcome(folder, job):
@@ -120,11 +126,20 @@ class Job:
     """One sitting of a run: its actors, its loop, its evaluations."""
 
     def __init__(
-        self, config: Config, source: TaskSource, held_out: Sequence[Task], model_path: str, folder: RunFolder, observer: RunObserver
+        self,
+        config: Config,
+        source: TaskSource,
+        held_out: Sequence[Task],
+        model_path: str,
+        folder: RunFolder,
+        observer: RunObserver,
+        store: RunStore,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
+        """checkpoint: what a resume goes on from."""
         self.config, self.source, self.held_out = config, source, held_out
         self.model_path, self.folder, self.observer = model_path, folder, observer
-        self.store = RunStore(folder.path, config.checkpoint.keep, keep_all=config.logger.trajectories == "all")
+        self.store, self.checkpoint = store, checkpoint
         self.stopped = False
         self.loop: TrainingLoop | None = None
         self.evaluations: Evaluations | None = None
@@ -177,7 +192,7 @@ class Job:
 
     async def _go_back(self, loop: TrainingLoop, learner: RemoteLearner) -> None:
         """Bring learner and loop to the newest checkpoint, with the batches trained after it still to be trained again."""
-        checkpoint = self.store.checkpoint()
+        checkpoint = self.checkpoint
         state, buffered = loop.state_dict(), []
         if checkpoint is not None:
             state, buffered = checkpoint.state(), self.store.buffered(checkpoint)
@@ -231,6 +246,10 @@ def _stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             running.remove_signal_handler(number)
+
+
+def _store(config: Config, folder: Path) -> RunStore:
+    return RunStore(folder, config.checkpoint.keep, keep_all=config.logger.trajectories == "all")
 
 
 def _held_out(config: Config) -> list[Task]:

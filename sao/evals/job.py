@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sao.config import Config, EnvConfig
-from sao.config_load import LOWEST_TEMPERATURE, check, compose, conf_dir, environments, from_yaml, load_env, overlay
+from sao.config_load import LOWEST_TEMPERATURE, check, compose, conf_dir, environments, load_env, overlay
+from sao.config_yaml import from_yaml
 from sao.environment import Task
 from sao.errors import ConfigError, SystemFailure, UserError
 from sao.evals.heldout import EvalResult, evaluate

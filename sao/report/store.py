@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sao.durable import put_in_place
 from sao.errors import DataError
 from sao.learner.protocol import SegmentRecord
 from sao.report.arrow import column, list_column, list_views, numpy_column, read
@@ -138,7 +139,7 @@ def write_file(path: Path, step: int, trajectories: Sequence[Trajectory], record
     columns += [list_column([None if r is None else getattr(r, name) for r in matched], kind) for name, kind in RECORD_COLUMNS.items()]
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     pq.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), partial, compression="zstd")
-    os.replace(partial, path)
+    put_in_place(partial, path)
     return path
 
 

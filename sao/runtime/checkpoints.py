@@ -23,8 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sao.durable import sync
 from sao.errors import UserError
 from sao.report.steps import numbered
+from sao.runtime.run_folder import read_command, started_by
 
 FOLDER = "checkpoints"
 FINAL = "final"
@@ -66,14 +68,15 @@ class Checkpoints:
         (scratch / STATE).write_text(json.dumps(state))
         files = [path for path in sorted(scratch.rglob("*")) if path.is_file()]
         manifest = {str(path.relative_to(scratch)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in files}
-        (scratch / MANIFEST).write_text(json.dumps({"format": FORMAT, "step": state["batches_done"], "files": manifest}, indent=1))
+        facts = {"format": FORMAT, "sao": started_by(), "step": state["batches_done"], "files": manifest}
+        (scratch / MANIFEST).write_text(json.dumps(facts, indent=1))
         for path in [*files, scratch / MANIFEST]:
-            _sync(path)
+            sync(path)
         target = self.folder / scratch.name.removeprefix(_MAKING)
         if target.exists():
             shutil.rmtree(target)
         os.replace(scratch, target)
-        _sync(self.folder)
+        sync(self.folder)
         self._prune(target)
         return target
 
@@ -105,8 +108,10 @@ def damage(path: Path) -> str | None:
     except (ValueError, KeyError, TypeError):
         return "its manifest cannot be read"
     if manifest.get("format") != FORMAT:
+        by = manifest.get("sao") or read_command(path.parents[1]).get("sao", "of another version")
         raise UserError(
-            f"{path} was made by another version of SAO (format {manifest.get('format')}, this one reads {FORMAT}); resume it with that version"
+            f"{path} was made by SAO {by} in format {manifest.get('format')}, this is SAO {started_by()}, which reads format {FORMAT}; "
+            "go on with the version that made it"
         )
     for name, facts in files.items():
         file = path / name
@@ -122,11 +127,3 @@ def damage(path: Path) -> str | None:
 def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -180,6 +180,17 @@ def facts(path: str) -> ModelFacts:
     )
 
 
+def difference(found: ModelFacts, expected: ModelFacts) -> str | None:
+    """In what two models cannot be the same: a size of their configurations or of a tensor that both name; None when nothing says so."""
+    for name in ("layers", "width", "feed_forward", "vocabulary", "kv_elements_per_token"):
+        if getattr(found, name) != getattr(expected, name):
+            return f"{name} is {getattr(found, name)} instead of {getattr(expected, name)}"
+    for name in sorted(found.tensors.keys() & expected.tensors.keys()):
+        if found.tensors[name] != expected.tensors[name]:
+            return f"{name} has {found.tensors[name]} elements instead of {expected.tensors[name]}"
+    return None
+
+
 def tensor_sizes(file: Path) -> dict[str, int]:
     """Tensor names and element counts from a safetensors header. Raises ValueError when the file is longer or shorter than its header says."""
     there = file.stat().st_size

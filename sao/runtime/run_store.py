@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from sao.errors import CheckpointFailure, DataError, LearnerFailure
+from sao.errors import CheckpointFailure, DataError, LearnerFailure, UserError
 from sao.report.steps import numbered, step_name
 from sao.report.store import read_file, step_path, stored_steps
 from sao.rollout.staleness import Finished
 from sao.runtime.checkpoints import BUFFER, FINAL, Checkpoint, Checkpoints
+from sao.runtime.models import ModelFacts, difference, facts
 from sao.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,17 @@ class RunStore:
 
     def checkpoint(self) -> Checkpoint | None:
         return self.checkpoints.latest(log.warning)
+
+    def checkpoint_of(self, model: ModelFacts) -> Checkpoint | None:
+        """The checkpoint the run goes on from. Reads only; raises UserError when another version or another model made it."""
+        found = self.checkpoint()
+        unlike = difference(facts(str(found.path / "policy")), model) if found else None
+        if found and unlike:
+            raise UserError(
+                f"{found.path} is of another model than {model.path}: {unlike}; put back the model the run was started with, "
+                "or take this checkpoint away to use the one before it"
+            )
+        return found
 
     def batch(self, step: int) -> list[Trajectory]:
         """The trajectories of a trained batch, equal to those the learner was given. Raises DataError when there is no such file."""

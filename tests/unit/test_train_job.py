@@ -10,6 +10,7 @@ import pytest
 from sao.loop import TrainingLoop
 from sao.runtime import saved
 from sao.runtime.run_folder import RunFolder
+from sao.runtime.run_store import RunStore
 from sao.train import Job
 from tests.fakes import CountingLearner, CountingSource
 from tests.unit.evals.test_schedule import HELD_OUT, LendableEngines, Reporter, Workers
@@ -36,7 +37,7 @@ def sitting(path, *, stop_at=None, version=0, **evaluations):
         setattr(config.eval, key, value)
     with RunFolder(path, resume=(path / "run.lock").exists()) as folder:
         reporter, engines = Recording(folder), LendableEngines()
-        job = Job(config, CountingSource(), HELD_OUT, "", folder, reporter)
+        job = Job(config, CountingSource(), HELD_OUT, "", folder, reporter, RunStore(path, 2, keep_all=True))
         loop = TrainingLoop(config, CountingSource(), Workers(engines, 2.0), CountingLearner(config), engines, reporter)
         loop.version = loop.batches_done = loop.learner.version = version
         job.loop = loop

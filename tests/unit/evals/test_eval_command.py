@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from sao.cli import main
-from sao.config_load import compose, to_yaml
+from sao.config_load import compose
+from sao.config_yaml import to_yaml
 from sao.evals.job import make_job, result_record, summary
 from sao.runtime.checkpoints import Checkpoints
 from tests.unit.learner.learner_builders import save_model

@@ -9,7 +9,7 @@ import pytest
 
 from sao import resume
 from sao.config import Config
-from sao.config_load import to_yaml
+from sao.config_yaml import to_yaml
 from sao.errors import SystemFailure, UserError
 from sao.train import _disk_faults
 
