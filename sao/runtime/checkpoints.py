@@ -117,10 +117,13 @@ def damage(path: Path) -> str | None:
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
-        if file.stat().st_size != facts["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
-        if _digest(file) != facts["sha256"]:
-            return f"{name} is not what was written"
+        try:
+            if file.stat().st_size != facts["bytes"]:
+                return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
+            if _digest(file) != facts["sha256"]:
+                return f"{name} is not what was written"
+        except OSError as error:  # a disk that has lost it, or a run that removes it meanwhile
+            return f"{name} cannot be read ({error.strerror})"
     return None
 
 

@@ -12,6 +12,7 @@ import pytest
 from sao.errors import LearnerFailure, UserError
 from sao.report.steps import step_name
 from sao.report.store import stored_steps
+from sao.runtime import checkpoints as checkpoints_module
 from sao.runtime import saved
 from sao.runtime.checkpoints import FINAL, Checkpoints, damage
 from sao.runtime.run_store import RunCheckpointer, RunStore
@@ -59,6 +60,17 @@ def test_a_damaged_one_is_skipped_with_a_warning_for_the_one_before(tmp_path, fi
     newest = checkpoints.latest(warnings.append)
     assert newest is not None and newest.step == 1
     assert len(warnings) == 1 and "step-000002" in warnings[0]
+
+
+def test_one_that_cannot_be_read_is_damaged(tmp_path, monkeypatch):
+    """A bad disk, or a run that removes an old checkpoint while `sao export` looks at it."""
+
+    def lost(path):
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    make(tmp_path, 1)
+    monkeypatch.setattr(checkpoints_module, "_digest", lost)
+    assert damage(tmp_path / "checkpoints" / "step-000001") == "learner.pt cannot be read (No such file or directory)"
 
 
 def test_an_interrupted_one_is_invisible_and_its_leftover_goes(tmp_path):
