@@ -70,7 +70,8 @@ def _export(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace) -> int:
     from sao.config import Config
-    from sao.config_load import compose, to_yaml
+    from sao.config_load import compose
+    from sao.config_yaml import to_yaml
 
     if args.keys:
         rows = list(_key_rows(Config()))

@@ -12,8 +12,8 @@ Training's accounting never sees an evaluation: its episodes have their own ordi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
 
 from sao.config import Config
 from sao.environment import Task
@@ -71,14 +71,14 @@ class Evaluations:
         self.reporter = reporter
         self.group = group
         self.running: asyncio.Task[None] | None = None
+        self._what = ("", 0)  # name and version of `running`
         self._seen = loop.version  # of a resumed run, what it goes on from was evaluated when it was published
 
     async def begin(self, name: str) -> None:
         """Start an evaluation of the published weights beside training; on return nothing can change them under it."""
         version = self.loop.published_version
         if self.config.eval.placement == "hold":
-            self.running = self.group.create_task(self._beside(name, version, None))
-            self.loop.hold(self.running)
+            self.loop.hold(self._start(name, version, self._beside(name, version, None)))
             return
         if self.running is not None and not self.running.done():
             self.reporter.evaluation_missed(name, version, "the one before it still runs; raise eval.every or lower eval.tasks")
@@ -89,7 +89,7 @@ class Evaluations:
         engine = self.engines.live[-1]
         await self.engines.lend(engine)
         await self.workers.lend(engine)
-        self.running = self.group.create_task(self._beside(name, version, engine))
+        self._start(name, version, self._beside(name, version, engine))
 
     async def published(self, version: int) -> None:
         """The loop's after_publication: begin an evaluation when a multiple of eval.every has been reached since the last publication."""
@@ -106,8 +106,13 @@ class Evaluations:
         if self.running is not None:
             await asyncio.wait({self.running})
         self.reporter.phase(f"evaluation {name} training, {len(self.held_out)} held-out tasks")
-        self.running = self.group.create_task(self._run(name, self.loop.published_version, None))
-        await asyncio.wait({self.running})
+        version = self.loop.published_version
+        await asyncio.wait({self._start(name, version, self._run(name, version, None))})
+
+    def _start(self, name: str, version: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self._what = (name, version)
+        self.running = self.group.create_task(work)
+        return self.running
 
     async def _run(self, name: str, version: int, engine: str | None) -> None:
         """Evaluate at every temperature in one engine (None: in all), and report. Raises EngineFailure when that engine was lost and its episodes with it."""
@@ -127,9 +132,12 @@ class Evaluations:
             self.reporter.evaluation(result)
 
     def stop(self) -> None:
-        """Give up the evaluation that runs: the run is ending, and nobody is to wait for it."""
-        if self.running is not None:
-            self.running.cancel()
+        """Give up the evaluation that runs: the run is ending, and nobody is to wait for it. It is said to be missing."""
+        if self.running is None or self.running.done():
+            return
+        self.running.cancel()
+        name, version = self._what
+        self.reporter.evaluation_missed(name, version, "the run was stopped" + ("" if name == "during" else "; a resume evaluates it again"))
 
     async def _beside(self, name: str, version: int, engine: str | None) -> None:
         """An evaluation while training goes on. That all of its episodes failed is reported and ends nothing, unless it is the first and its engine is well."""

@@ -274,7 +274,7 @@ class TorchLearner:
             self.policy.gradients.load_state_dict(state["policy_optimizer"])
             self.critic.gradients.load_state_dict(state["critic_optimizer"])
         except (RuntimeError, ValueError) as error:
-            raise UserError(f"checkpoint {root.name} is of another model than {self.model_path}: {str(error).splitlines()[0]}") from error
+            raise UserError(f"checkpoint {root.name} is of another model than {self.model_path}: {' '.join(str(error).split())[:300]}") from error
         self.version = state["version"]
         self._explained_in_a_row = state["explained_in_a_row"]
         if self._ring:

@@ -196,6 +196,7 @@ def test_an_evaluation_that_is_given_up_holds_nobody():
     _, _, engines, reporter, _ = train(every=3, on_result=give_up)
     assert engines.history == [1, 2, 3, 4, 5, 6]
     assert [(r.version, r.temperature) for r in reporter.results] == [(3, 1.0), (6, 1.0)]
+    assert reporter.missed == [("during", 3, "the run was stopped"), ("during", 6, "the run was stopped")]
 
 
 def test_one_that_fails_is_reported_and_the_run_goes_on():
