@@ -177,7 +177,8 @@ class RemoteLearner:
 class RemoteWorkers:
     """The worker actors, as the loop's EpisodeRunner: each episode goes to the worker with the fewest running, and to another when that one is lost.
 
-    The episode that took its worker with it, by crash or by silence, has failed (`worker_lost`); whatever else was there is issued again.
+    The episode that took its worker with it, by crash or by silence, has failed (`worker_lost`); whatever else was there is issued again. So is, once, an
+    episode of an evaluation: nobody else would retry it, and a worker that is killed by chance while its code runs is not its fault.
     """
 
     def __init__(self, cluster: Replacer, names: Sequence[str], timeout_s: float, logs: Path, outage_s: Callable[[], float] = lambda: 0.0) -> None:
@@ -190,6 +191,7 @@ class RemoteWorkers:
         self.reissued = 0
 
     async def run(self, request: EpisodeRequest) -> Finished[Any] | EpisodeFailure:
+        retries = int(request.purpose == "eval")
         while True:
             name = min(self.running, key=lambda n: self.running[n])
             actor = self.cluster.actors[name]
@@ -205,8 +207,9 @@ class RemoteWorkers:
                 if to_blame:
                     self.cluster.forgive(name)
                 await self.cluster.replace(name, actor, str(failure))
-                if to_blame:
+                if to_blame and not retries:
                     return EpisodeFailure(request.episode_id, "worker_lost", f"task {request.task.task_id} took its worker with it: {failure}")
+                retries -= to_blame
                 self.reissued += 1
                 continue
             finally:

@@ -17,7 +17,7 @@ from sao.rollout.last_words import Recorder, last_words, named, path_of
 from sao.rollout.staleness import Finished
 from sao.runtime.cluster import Cluster
 from sao.runtime.remote import RemoteWorkers
-from sao.trajectory import EpisodeId
+from sao.trajectory import EpisodeId, Purpose
 from tests.fakes import CountingLearner, CountingSource, FakeEngines, SilentObserver, make_trajectory
 from tests.unit.test_loop import make_config
 from tests.virtual_time import run
@@ -147,8 +147,8 @@ class Workers(Cluster):
         return RemoteWorkers(self, ["worker-0"], 90.0, self.run_dir / "logs")
 
 
-def request(ordinal: int) -> EpisodeRequest:
-    return EpisodeRequest(EpisodeId(ordinal), Task(f"task-{ordinal}", "fake", {}), 0)
+def request(ordinal: int, purpose: Purpose = "train") -> EpisodeRequest:
+    return EpisodeRequest(EpisodeId(ordinal), Task(f"task-{ordinal}", "fake", {}), 0, purpose)
 
 
 @pytest.mark.parametrize("after", [0.5, 22.0])
@@ -218,3 +218,17 @@ def test_an_episode_that_does_not_end_has_failed_and_not_its_neighbours(tmp_path
     stuck, other = run(main())
     assert isinstance(stuck, EpisodeFailure) and stuck.reason == "worker_lost" and "did not answer within 90 s" in stuck.message
     assert isinstance(other, Finished)
+
+
+def test_an_episode_of_an_evaluation_is_tried_twice_too(tmp_path):
+    """Nobody retries it outside."""
+
+    async def main():
+        cluster = Workers(tmp_path, Config(), {"task-1": 0.5})
+        workers = cluster.remote()
+        outcomes = await asyncio.gather(*(workers.run(request(i, "eval")) for i in range(3)))
+        return cluster, outcomes
+
+    cluster, (first, second, third) = run(main())
+    assert isinstance(first, Finished) and isinstance(third, Finished)
+    assert isinstance(second, EpisodeFailure) and second.reason == "worker_lost" and cluster.lost == 2
