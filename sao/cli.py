@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import select
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,9 @@ OVERRIDES_HELP = "Hydra overrides: group=choice or key=value, for instance exper
 
 
 def _train(args: argparse.Namespace) -> int:
-    return _sweep(args.overrides) if args.multirun else _run(args.overrides, "train")
+    from sao.multirun import run_sweep
+
+    return run_sweep(args.overrides) if args.multirun else _run(args.overrides, "train")
 
 
 def _online(args: argparse.Namespace) -> int:
@@ -56,38 +57,6 @@ def _process_start() -> float:
     return time.monotonic() - (time.time() - psutil.Process().create_time())
 
 
-def _sweep(overrides: Sequence[str]) -> int:
-    """Every combination in a process of its own, one after the other; all are checked before the first starts."""
-    from sao.config_load import compose, expand_sweep
-
-    cells = expand_sweep(overrides)
-    _refuse_shared_folders([compose(cell).run.dir for cell in cells])
-    failed = 0
-    for index, cell in enumerate(cells):
-        print(f"[{index + 1}/{len(cells)}] sao train {' '.join(cell)}", flush=True)
-        named = any(text.startswith(("run.dir=", "run.name=")) for text in cell)
-        own = cell if named else [*cell, f"run.name=sweep{index:03d}"]
-        failed += subprocess.run([sys.executable, "-m", "sao.cli", "train", *own]).returncode != 0
-    print(f"{len(cells) - failed} of {len(cells)} runs ended well")
-    return 1 if failed else 0
-
-
-def _refuse_shared_folders(folders: Sequence[str]) -> None:
-    """Raise ConfigError where two runs of a sweep name one `run.dir`; an empty one becomes a fresh folder."""
-    from pathlib import Path
-
-    from sao.errors import ConfigError
-
-    named = [(Path(folder).expanduser().resolve(), folder) for folder in folders if folder]
-    seen: set[Path] = set()
-    for path, folder in named:
-        if path in seen:
-            raise ConfigError(
-                f"run.dir={folder} is given to more than one run of this sweep; leave run.dir out, and each run gets a folder of its own"
-            )
-        seen.add(path)
-
-
 def _warmstart(args: argparse.Namespace) -> int:
     from sao.config_load import compose
     from sao.warmstart import warmstart
@@ -111,7 +80,8 @@ def _export(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace) -> int:
     from sao.config import Config
-    from sao.config_load import compose, to_yaml
+    from sao.config_load import compose
+    from sao.config_yaml import to_yaml
 
     if args.keys:
         rows = list(_key_rows(Config()))

@@ -106,6 +106,8 @@ class EngineConfig:
     step_interval_ms: float = 0.0
     start_timeout_s: float = 300.0
     request_timeout_s: float = 120.0
+    # An engine that has been at one step for so long hangs and is replaced. Raise it where a step is that slow: long prompts, few cores, a big model.
+    stall_s: float = 60.0
     canary_tolerance: float = 0.005  # largest |engine - trainer| log-prob after a publication; use 0.5 for bfloat16
 
 
@@ -256,7 +258,9 @@ class LauncherConfig:
     object_store_mb: int = 0  # Ray's shared memory; 0: room for two copies of the published weights
     oversubscribe: bool = False  # allow more threads of engines and learner than there are cores
     silence_s: float = 20.0  # an actor that gives no sign of life for so long is ended and replaced
-    restarts: int = 5  # how often in a row an actor may be lost within 20 s of its start before the run gives up
+    # How often in a row an actor may be lost before the run gives up: a worker with no episode done between, the learner with no step, an engine within
+    # 20 s of its start.
+    restarts: int = 5
 
 
 @dataclass

@@ -204,7 +204,7 @@ def overlay(config: Config, overrides: Sequence[str]) -> Config:
         OmegaConf.resolve(node)
         return cast(Config, OmegaConf.to_object(node))
     except OmegaConfBaseException as error:
-        raise ConfigError(_one_sentence(error)) from None
+        raise ConfigError(one_sentence(error)) from None
 
 
 def _choice(group: str, name: str) -> Any:
@@ -238,7 +238,7 @@ def _compose_raw(overrides: Sequence[str]) -> Config:
         OmegaConf.resolve(node)
         return cast(Config, OmegaConf.to_object(node))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_one_sentence(error)) from None
+        raise ConfigError(one_sentence(error)) from None
 
 
 def _open_key(text: str) -> str:
@@ -247,7 +247,7 @@ def _open_key(text: str) -> str:
     return f"++{text}" if any(key == open_ or key.startswith(f"{open_}.") for open_ in OPEN_KEYS) else text
 
 
-def _one_sentence(error: BaseException) -> str:
+def one_sentence(error: BaseException) -> str:
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -277,7 +277,7 @@ def load_env(name: str) -> EnvConfig:
     try:
         return cast(EnvConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(EnvConfig), OmegaConf.load(path))))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"conf/env/{name}.yaml: {_one_sentence(error)}") from None
+        raise ConfigError(f"conf/env/{name}.yaml: {one_sentence(error)}") from None
 
 
 def environments(config: Config) -> list[EnvConfig]:
@@ -327,7 +327,7 @@ def _check_ranges(config: Config) -> None:
         _refuse(any(isinstance(n, float) and not math.isfinite(n) for n in numbers), f"{key}={value} is not a finite number")
     positive = (
         "train.steps", "train.batch_size", "engine.replicas", "engine.max_num_seqs", "engine.threads", "engine.tensor_parallel_size", "engine.kv_cache_mb",
-        "engine.start_timeout_s", "engine.request_timeout_s", "engine.canary_tolerance", "weights.publish_every", "rollout.workers", "rollout.time_limit_s",
+        "engine.start_timeout_s", "engine.request_timeout_s", "engine.stall_s", "engine.canary_tolerance", "weights.publish_every", "rollout.workers", "rollout.time_limit_s",
         "rollout.max_turns", "rollout.max_turn_tokens", "rollout.max_tokens", "rollout.observation_limit", "data.max_prompt_chars", "learner.tokens_per_micro_batch",
         "learner.threads", "learner.timeout_s", "reward.timeout_s", "reward.processes", "eval.tasks", "eval.samples", "algo.alpha",
         "warmstart.steps", "warmstart.batch_size", "launcher.silence_s", "checkpoint.keep",
@@ -449,26 +449,6 @@ def _check_combinations(config: Config, training: bool) -> None:
         )
         own = dict(reward).get("function")
         _refuse(not config.reward.function and not own, "env=single_turn needs a score: set reward=package.module:function")
-
-
-def to_yaml(config: Config) -> str:
-    """The resolved configuration as YAML text."""
-    from omegaconf import OmegaConf
-
-    return str(OmegaConf.to_yaml(OmegaConf.structured(config)))
-
-
-def from_yaml(path: Path) -> Config:
-    """Read back a run's config.yaml."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        return cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; is this a run folder?") from None
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_one_sentence(error)}") from None
 
 
 def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:

@@ -67,7 +67,7 @@ class Context:
     """What an episode gives its environment.
 
     seed: for any randomness of the environment. sandbox: where model-written commands run, or None. generate: asks the policy or a judge for
-    a completion of messages, or None. deadline: `time.monotonic()` value at which the episode is cut.
+    a completion of messages, or None. deadline: `time.monotonic()` value at which the episode is cut; later by the time in which no engine was there.
     """
 
     seed: int = 0

@@ -31,13 +31,14 @@ class SystemFailure(SaoError):
 
     `reason` is the short name under which the ledger counts it. Set by the turn loop: `sampled_tokens`, the tokens lost with it, and `trajectory`, the
     episode as far as it had got (None before its first token).
-    `lost`: the actor died or fell silent, so a replacement may do what was asked of it.
+    `lost`: the actor died or fell silent, so a replacement may do what was asked of it. `overdue`: lost because this very call was not answered in time.
     """
 
     reason = "system"
     sampled_tokens: int = 0
     trajectory: Any = None
     lost: bool = False
+    overdue: bool = False
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), self.args, self.__dict__

@@ -183,7 +183,7 @@ class RunObserver:
         self.metrics.log("eval", result.version, values)
         text = (
             f"held-out {result.eval}, version {result.version}, temperature {result.temperature:g}: "
-            f"{result.mean:.3f} [{result.low:.3f}, {result.high:.3f}] over {len(result.problems)} tasks"
+            f"{result.mean:.3f} [{result.low:.3f}, {result.high:.3f}] {result.coverage}"
         )
         self.log.info(text)
         self.progress.log(text)

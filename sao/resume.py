@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sao.config import Config
-from sao.config_load import check, from_yaml, leaf_keys, overlay, value_of
+from sao.config_load import check, leaf_keys, overlay, value_of
+from sao.config_yaml import from_yaml
 from sao.errors import ConfigError, UserError
 from sao.loop import total_batches
+from sao.runtime.checkpoints import FINAL, FOLDER
 from sao.runtime.run_folder import read_command, started_by
-from sao.runtime.saved import batches_done, final_step, run_folder
+from sao.runtime.saved import batches_done, evaluation_due, final_step, run_folder, version
 
 PREFIX = "resume="
 # What the trained weights, the account of prompts and the staleness bound rest on. Everything else may differ from one sitting to the next.
@@ -34,17 +36,20 @@ def _written_config(folder: Path) -> Config:
         return from_yaml(folder / "config.yaml")
     except ConfigError as error:
         by = read_command(folder).get("sao", "an unknown version")
+        if by == started_by():
+            raise UserError(f"resume={folder}: {error}") from None
         raise UserError(
             f"resume={folder}: the run was started by SAO {by}, this is {started_by()}, and the configuration differs ({error})"
         ) from None
 
 
 def _refuse_without_work(folder: Path, config: Config) -> None:
-    """A run that has ended, or has gone further than it is asked to, has nothing to go on with."""
+    """A run that has ended, evaluation included, or has gone further than it is asked to, has nothing to go on with."""
     total, done, critic_only = total_batches(config), batches_done(folder), total_batches(config) - config.train.steps
     if done > total:
         raise UserError(f"train.steps={config.train.steps} has been passed: {done - critic_only} are done; set train.steps higher")
-    if done == total == final_step(folder):
+    trained = version(folder / FOLDER / FINAL)
+    if done == total == final_step(folder) and not (trained is not None and evaluation_due(folder, config, trained)):
         raise UserError(f"resume={folder}: the run has ended, its {config.train.steps} steps are done; set train.steps higher to go on")
 
 
@@ -59,7 +64,7 @@ def load(run: str, overrides: Sequence[str]) -> tuple[Config, list[str]]:
         old, new = value_of(before, key), value_of(config, key)
         if old == new:
             continue
-        if key != "run.progress" and any(key == fixed or (fixed.endswith(".") and key.startswith(fixed)) for fixed in FIXED):
+        if key not in ("run.progress", "run.dry_run") and any(key == fixed or (fixed.endswith(".") and key.startswith(fixed)) for fixed in FIXED):
             raise UserError(f"{key}={new} cannot be changed on resume, the run was started with {old}; leave it out or start a new run")
         changes.append(f"{key}: {old} -> {new}")
     _refuse_without_work(folder, config)

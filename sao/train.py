@@ -14,7 +14,8 @@ from typing import Any
 
 from sao.config import Config
 from sao.config_algo import cautions
-from sao.config_load import environments, to_yaml
+from sao.config_load import environments
+from sao.config_yaml import to_yaml
 from sao.environment import Task
 from sao.errors import ConfigError, SaoError, SystemFailure
 from sao.evals.schedule import Evaluations
@@ -27,7 +28,7 @@ from sao.report.html import write_report
 from sao.report.live import DONE
 from sao.rewards.preflight import check_rewards, check_scores
 from sao.runtime import sweeper
-from sao.runtime.checkpoints import FOLDER, STATE
+from sao.runtime.checkpoints import FOLDER, Checkpoint
 from sao.runtime.cluster import Cluster
 from sao.runtime.models import check_tokenizer, facts, prepare
 from sao.runtime.plan import check_plan, machine, make_plan
@@ -35,7 +36,7 @@ from sao.runtime.preflight import check_critic, check_openings, check_start
 from sao.runtime.remote import RemoteLearner, RemoteWorkers, fetch
 from sao.runtime.run_folder import RunFolder, choose, started_by
 from sao.runtime.run_store import RunCheckpointer, RunStore
-from sao.runtime.saved import FINAL
+from sao.runtime.saved import evaluated, evaluation_due
 from sao.tasks.source import TaskSource, build_held_out, build_source, check_arguments
 
 INTERRUPTED = 130
@@ -52,6 +53,7 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
     check_start(config, resume=resume)
     for caution in cautions(config):
         print(f"warning: {caution}")
+    sweeper.start()  # before the user's environments and rewards are tried
     env_configs = environments(config)
     source = build_source(config, env_configs)
     check_rewards(env_configs, config.reward)
@@ -73,16 +75,19 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
         print(f"model      {model_path}\n           {model.parameters:,} parameters, context {model.context}")
         print(f"data       {source.length if source.length is not None else 'generated'} tasks, {len(held_out)} held out")
         print(plan.text())
+        if resume:
+            _store(config, choose(config)).checkpoint_of(model)
         print("dry run: everything checks out; nothing was started")
         return 0
     with RunFolder(choose(config), resume=resume) as folder, _disk_faults(folder.path):
+        store = _store(config, folder.path)
+        checkpoint = store.checkpoint_of(model) if resume else None  # before the first write: what refuses it leaves the folder as it was
         folder.write_text("config.yaml", to_yaml(config))
         folder.write_text("plan.txt", plan.text() + "\n")
         command = {"verb": verb, "overrides": list(overrides), "model": model_path, "incarnation": folder.incarnation, "sao": started_by()}
         folder.write_json("command.json", command)
-        sweeper.start()
         observer = RunObserver(folder, config, started, fetch)
-        job = Job(config, source, held_out, model_path, folder, observer)
+        job = Job(config, source, held_out, model_path, folder, observer, store, checkpoint)
         folder.write_json(OUTCOME, {"state": "running", "message": ""})
         try:
             with _telling_outcome(folder, job):
@@ -93,8 +98,8 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
                 print(f"report: {write_report(folder.path)}")
     for line in closing_lines(folder.path) if config.online.phases else ():
         print(line)
-    print(f"stopped; go on with `sao {verb} resume={folder.path}`" if job.stopped else f"done; look at it with `sao inspect {folder.path}`")
-    return INTERRUPTED if job.stopped else 0
+    print(f"stopped; go on with `sao {verb} resume={folder.path}`" if job.cut_short else f"done; look at it with `sao inspect {folder.path}`")
+    return INTERRUPTED if job.cut_short else 0
 
 
 @contextlib.contextmanager
@@ -112,7 +117,7 @@ def _telling_outcome(folder: RunFolder, job: Job) -> Iterator[None]:
         if cause is error:
             raise
         raise cause from error
-    folder.write_json(OUTCOME, {"state": "stopped" if job.stopped else "complete", "message": ""})
+    folder.write_json(OUTCOME, {"state": "stopped" if job.cut_short else "complete", "message": ""})
 
 
 @contextlib.contextmanager
@@ -131,15 +136,29 @@ class Job:
     """One sitting of a run: its actors, its loop, its evaluations."""
 
     def __init__(
-        self, config: Config, source: TaskSource, held_out: Sequence[Task], model_path: str, folder: RunFolder, observer: RunObserver
+        self,
+        config: Config,
+        source: TaskSource,
+        held_out: Sequence[Task],
+        model_path: str,
+        folder: RunFolder,
+        observer: RunObserver,
+        store: RunStore,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
+        """checkpoint: what a resume goes on from."""
         self.config, self.source, self.held_out = config, source, held_out
         self.model_path, self.folder, self.observer = model_path, folder, observer
-        self.store = RunStore(folder.path, config.checkpoint.keep, keep_all=config.logger.trajectories == "all")
+        self.store, self.checkpoint = store, checkpoint
         self.stopped = False
         self.loop: TrainingLoop | None = None
         self.evaluations: Evaluations | None = None
         self.guard: Guard | None = None
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether it was asked to stop before all was done: the steps, and the evaluation after them. A resume does the rest."""
+        return self.stopped and (self.loop is None or not self.loop.complete or evaluation_due(self.folder.path, self.config, self.loop.version))
 
     async def run(self) -> None:
         config, folder, observer = self.config, self.folder, self.observer
@@ -178,18 +197,15 @@ class Job:
                 observer.settle()
             if loop.complete:
                 observer.phase("writing the final checkpoint")
-                final = folder.path / FOLDER / FINAL
-                (final / STATE).unlink(missing_ok=True)
-                await learner.export(str(final))
-                folder.write_json(f"{FOLDER}/{FINAL}/{STATE}", {"version": loop.version, "batches_done": loop.batches_done})
+                await checkpointer.final({"version": loop.version, "batches_done": loop.batches_done})
         if not loop.ledger.audit()["closes"]:
             raise SystemFailure(f"the ledger does not close; see ledger.json in {folder.path}")
-        if loop.complete:
+        if loop.complete and not self.cut_short:
             observer.phase(DONE)
 
     async def _go_back(self, loop: TrainingLoop, learner: RemoteLearner) -> None:
         """Bring learner and loop to the newest checkpoint, with the batches trained after it still to be trained again."""
-        checkpoint = self.store.checkpoint()
+        checkpoint = self.checkpoint
         state, buffered = loop.state_dict(), []
         if checkpoint is not None:
             state, buffered = checkpoint.state(), self.store.buffered(checkpoint)
@@ -202,10 +218,10 @@ class Job:
     def _stop(self, this: asyncio.Task[Any]) -> None:
         self.stopped = True
         if self.loop is None:
-            self.observer.phase("stopping; nothing was trained yet")
+            self.observer.phase("stopping; nothing was trained in this sitting")
             this.cancel()
             return
-        self.observer.phase("stopping after this step; once more ends at once")
+        self.observer.phase(f"stopping{'' if self.loop.complete else ' after this step'}; once more ends at once")
         self.loop.stop()
         if self.evaluations is not None:
             self.evaluations.stop()
@@ -218,8 +234,8 @@ class Job:
                 self.guard.shadow = self.evaluations
                 await self.guard.begin(loop.version)
             self.observer.phase("training")
-            if config.eval.at_start and not self.folder.incarnation:
-                await self.evaluations.begin("before")
+            if config.eval.at_start and not evaluated(self.folder.path, "before", 0, config.eval.temperatures):
+                await self.evaluations.begin("before")  # engines start with the weights of version 0, on a resume as well
             loop.after_publication = self.evaluations.published
             await loop.run()
             if config.eval.at_end and loop.complete and not self.stopped:
@@ -246,6 +262,10 @@ def _stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             running.remove_signal_handler(number)
+
+
+def _store(config: Config, folder: Path) -> RunStore:
+    return RunStore(folder, config.checkpoint.keep, keep_all=config.logger.trajectories == "all")
 
 
 def _held_out(config: Config) -> list[Task]:

@@ -14,6 +14,7 @@ How an episode ends:
     failed: prompt_too_long      the opening leaves no room for a token (info["failure"] has the numbers); a retry cannot mend it
     failed: no_action_tokens     nothing trainable was sampled
     failed: time_limit           the deadline passed before the first token
+                                 (of either, time in which no engine was there to ask does not count)
     raises SystemFailure         something broke: EngineFailure, EnvironmentFailure, RewardFailure, ...; `sampled_tokens` says what is lost
 """
 
@@ -34,6 +35,7 @@ from sao.agents.token_log import TokenLog, place_turn_rewards
 from sao.environment import Action, Context, Environment, Message, ParseError, StepResult, Task
 from sao.errors import EngineFailure, EnvironmentFailure, SystemFailure, UserError
 from sao.inference.protocol import GenerateRequest, Generation
+from sao.timeouts import time_limit
 from sao.trajectory import EpisodeId, FinishReason, Purpose, SamplingSpec, Trajectory, TurnTiming
 
 Generate = Callable[[GenerateRequest], Awaitable[Generation]]
@@ -96,11 +98,13 @@ async def run_episode(
     pinned_version: int | None = None,
     sandbox: Any = None,
     ask: Callable[..., Awaitable[str]] | None = None,
+    outage_s: Callable[[], float] = lambda: 0.0,
 ) -> Trajectory:
     """Run one episode and close its environment, exactly once, whatever happens.
 
     `environment` is fresh, built for `task`. `sampling` gives the distribution; its `stop` joins the renderer's stop ids, its `max_tokens` gives
     way to `limits`, and its seed, if any, is varied per request. `sandbox` and `ask` reach the environment as Context.sandbox and Context.generate.
+    `outage_s`: cumulative seconds in which there was no engine; while it grows, the episode's clock stands.
     Raises SystemFailure subclasses with `sampled_tokens` and `trajectory` set; UserError passes through; cancellation passes through after closing.
     """
     stop = tuple(dict.fromkeys([*renderer.stop_ids, *sampling.stop]))
@@ -114,6 +118,7 @@ async def run_episode(
         limits=limits,
         purpose=purpose,
         pinned_version=pinned_version,
+        outage_s=outage_s,
     )
     try:
         try:
@@ -140,6 +145,7 @@ class _Episode:
     limits: Limits
     purpose: Purpose
     pinned_version: int | None
+    outage_s: Callable[[], float]
     log: TokenLog = field(default_factory=lambda: TokenLog(()))
     turns: list[_Turn] = field(default_factory=list)
     history: list[Message] = field(default_factory=list)
@@ -153,6 +159,7 @@ class _Episode:
     def __post_init__(self) -> None:
         self.name = type(self.environment).__name__
         self.deadline = time.monotonic() + self.limits.time_limit_s
+        self.outage_before_s = self.outage_s()
 
     async def play(self, sandbox: Any, ask: Callable[..., Awaitable[str]] | None) -> FinishReason:
         context = Context(seed=self.task.seed, sandbox=sandbox, generate=ask, deadline=self.deadline)
@@ -333,16 +340,16 @@ class _Episode:
         return EnvironmentFailure(f"{self.name}.{method} raised {type(problem).__name__} on task {self.task.task_id}: {_short(problem)}")
 
     def _time_left(self) -> float:
-        left = self.deadline - time.monotonic()
+        left = self.deadline + self.outage_s() - self.outage_before_s - time.monotonic()
         if left <= 0:
             raise _OutOfTime
         return left
 
     async def _within(self, call: Callable[[], Awaitable[_T]], grace_s: float = 0.0) -> _T:
         """Await `call()` until the deadline (and `grace_s` more); a cancellation that nobody asked of this task is an error of the callee, not the end of the worker."""
-        scope = asyncio.timeout(self._time_left() + grace_s)
+        limit = time_limit(self._time_left() + grace_s, self.outage_s)
         try:
-            async with scope:
+            async with limit as scope:
                 return await call()
         except TimeoutError:
             if scope.expired():

@@ -52,6 +52,11 @@ class EvalResult:
     problems: tuple[Problem, ...] = field(default=(), repr=False)
 
     @property
+    def coverage(self) -> str:
+        """What the mean is over, in words."""
+        return coverage(sum(bool(problem.rewards) for problem in self.problems), len(self.problems), self.failed)
+
+    @property
     def truncated_share(self) -> float:
         return self.truncated / self.n
 
@@ -80,6 +85,12 @@ class EvalResult:
     def table(self) -> list[dict[str, Any]]:
         """Per problem: its id, and the rewards of its samples."""
         return [{"task_id": problem.task_id, "rewards": list(problem.rewards)} for problem in self.problems]
+
+
+def coverage(scored: int, problems: int, failed: int) -> str:
+    """How many problems a mean is over, and what is missing from it: a figure over a part must not look like one over all."""
+    of_all = "" if scored == problems else f" of {problems}"
+    return f"over {scored}{of_all} problems" + (f", {failed} episodes failed and are left out" if failed else "")
 
 
 async def evaluate(

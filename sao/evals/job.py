@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import re
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sao.config import Config, EnvConfig, OnlineConfig
-from sao.config_load import LOWEST_TEMPERATURE, check, compose, conf_dir, environments, from_yaml, load_env, overlay
+from sao.config_load import LOWEST_TEMPERATURE, check, compose, conf_dir, environments, load_env, overlay
+from sao.config_yaml import from_yaml
 from sao.environment import Task
 from sao.errors import ConfigError, SystemFailure, UserError
-from sao.evals.heldout import EvalResult, evaluate
+from sao.evals.heldout import EvalResult, coverage, evaluate
 from sao.rewards.preflight import check_rewards
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest, EpisodeRunner
 from sao.runtime import saved, sweeper
+from sao.runtime.checkpoints import FINAL
 from sao.runtime.cluster import Cluster
 from sao.runtime.models import check_tokenizer, facts, prepare
 from sao.runtime.plan import check_plan, machine, make_plan
@@ -28,6 +31,7 @@ from sao.tasks.source import build_held_out, check_arguments
 from sao.tasks.target import load_environment
 
 ARGUMENTS = ("run", "model", "env", "n", "temperature", "tasks", "checkpoint")
+POLICY_KEYS = ("model.path", "model.factory", "model.warmstart", "model.cache_dir", "warmstart.")  # say where a policy comes from
 HARDEST = 10  # problems shown on the screen; the file has all of them
 SAY_EVERY_S = 10.0
 
@@ -62,7 +66,11 @@ class Job:
 
 
 def evaluate_command(arguments: Sequence[str]) -> int:
-    """Check everything, start engines and workers, evaluate, print, write `evals/<name>.json`. Returns the exit code."""
+    """Check everything, start engines and workers, evaluate, print, write `evals/<name>.json`. Returns the exit code.
+
+    Raises UserError before anything starts, SystemFailure when the evaluation breaks or its result cannot be written.
+    """
+    sweeper.start()  # before the user's environments and rewards are tried
     job = make_job(arguments)
     target = _free_name(job.folder / "evals", job.title)
     try:
@@ -72,15 +80,20 @@ def evaluate_command(arguments: Sequence[str]) -> int:
     config = job.config
     print(f"evaluating {job.name}: {len(job.tasks)} problems, {job.samples} samples each, temperature {job.temperature:g}")
     print(f"starting {config.engine.replicas} engine(s) and {config.rollout.workers} worker(s)", flush=True)
-    sweeper.start()
     try:
         result = asyncio.run(_run(job, target))
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from group
+    except KeyboardInterrupt:
+        shutil.rmtree(target, ignore_errors=True)  # no result will come under this name
+        raise
     record = result_record(job, result)
+    print(summary(record))  # first: whatever the disk does, the figures are not lost
     path = target.with_name(f"{target.name}.json")
-    write_atomically(path, json.dumps(record, indent=1) + "\n")
-    print(summary(record))
+    try:
+        write_atomically(path, json.dumps(record, indent=1) + "\n")
+    except OSError as error:
+        raise SystemFailure(f"{path} cannot be written ({error.strerror}), the result is on the screen only; make room before the next one") from None
     print(f"written: {path}")
     return 0
 
@@ -118,11 +131,14 @@ def make_job(arguments: Sequence[str]) -> Job:
 
 def _of_run(own: dict[str, str], overrides: Sequence[str]) -> Subject:
     run = saved.run_folder(own["run"], "run=")
-    name = own.get("checkpoint", saved.FINAL)
+    name = own.get("checkpoint", FINAL)
     checkpoint = saved.checkpoint(run, name)
     config = from_yaml(run / "config.yaml")
     if "env" in own:
         config = _choose_environment(config, own["env"])
+    for override in overrides:
+        if override.lstrip("+~").startswith(POLICY_KEYS):
+            raise ConfigError(f"{override} has no effect with run=, which takes the policy of a checkpoint; leave it out, or name a model by model=")
     config = overlay(config, overrides)
     about: dict[str, Any] = {"run": str(run), "checkpoint": name, "overrides": list(overrides)}
     if (version := saved.version(checkpoint)) is not None:
@@ -254,10 +270,11 @@ def result_record(job: Job, result: EvalResult) -> dict[str, Any]:
 def summary(record: dict[str, Any]) -> str:
     """The result for the screen."""
     hardest = sorted((p for p in record["problems"] if p["rewards"]), key=lambda p: sum(p["rewards"]) / len(p["rewards"]))
+    over = coverage(sum(bool(p["rewards"]) for p in record["problems"]), len(record["problems"]), record["failed"])
     lines = [
-        f"mean@{record['n']:<5} {record['mean']:.3f} [{record['low']:.3f}, {record['high']:.3f}], 95 % interval over {record['tasks']} problems",
+        f"mean@{record['n']:<5} {record['mean']:.3f} [{record['low']:.3f}, {record['high']:.3f}], 95 % interval {over}",
         "  ".join(f"pass@{k} {value:.3f}" for k, value in record["pass_at"].items()),
-        f"truncated  {record['truncated_share']:.1%} of {record['episodes']} episodes; {record['failed']} failed and are left out",
+        f"truncated  {record['truncated_share']:.1%} of {record['episodes']} episodes",
         f"sampled    {record['tokens']:,} tokens in {record['seconds']:.1f} s",
         f"problems with the lowest mean, of {len(record['problems'])}:",
         *(f"  {p['task_id']:<40} {' '.join(f'{reward:g}' for reward in p['rewards'])}" for p in hardest[:HARDEST]),

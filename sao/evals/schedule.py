@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
 from sao.config import Config
 from sao.environment import Task
-from sao.errors import SystemFailure
+from sao.errors import EngineFailure, SystemFailure
 from sao.evals.heldout import EvalResult, evaluate
 from sao.loop import TrainingLoop
 
@@ -40,6 +40,8 @@ class EngineLender(Lender, Protocol):
     async def try_on(self, engine: str, weights: Any, version: int) -> None:
         """Give weights to a lent engine alone, its running requests handed back; the next publication reaches it and ends the loan."""
         ...
+
+    async def still_lent(self, name: str) -> bool: ...
 
 
 class Reporter(Protocol):
@@ -77,14 +79,14 @@ class Evaluations:
         self.group = group
         self.running: asyncio.Task[None] | None = None
         self._borrowed: list[str] = []
+        self._what = ("", 0)  # name and version of `running`
         self._seen = loop.version  # of a resumed run, what it goes on from was evaluated when it was published
 
     async def begin(self, name: str) -> None:
         """Start an evaluation of the published weights beside training; on return nothing can change them under it."""
         version = self.loop.published_version
         if self.config.eval.placement == "hold":
-            self.running = self.group.create_task(self._beside(name, version, None))
-            self.loop.hold(self.running)
+            self.loop.hold(self._start(name, version, self._beside(name, version, None)))
             return
         if self.running is not None and not self.running.done():
             self.reporter.evaluation_missed(name, version, "the one before it still runs; raise eval.every or lower eval.tasks")
@@ -95,7 +97,7 @@ class Evaluations:
         engine = self.engines.live[-1]
         await self.engines.lend(engine)
         await self.workers.lend(engine)
-        self.running = self.group.create_task(self._beside(name, version, engine))
+        self._start(name, version, self._beside(name, version, engine))
 
     async def published(self, version: int) -> None:
         """The loop's after_publication: begin an evaluation when a multiple of eval.every has been reached since the last publication."""
@@ -112,11 +114,16 @@ class Evaluations:
         if self.running is not None:
             await asyncio.wait({self.running})
         self.reporter.phase(f"evaluation {name} training, {len(self.held_out)} held-out tasks")
-        self.running = self.group.create_task(self._run(name, self.loop.published_version, self.config.engine.replicas))
-        await asyncio.wait({self.running})
+        version = self.loop.published_version
+        await asyncio.wait({self._start(name, version, self._run(name, version, None))})
 
-    async def _run(self, name: str, version: int, engines: int) -> None:
-        """Evaluate at every temperature in so many engines, and report."""
+    def _start(self, name: str, version: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self._what = (name, version)
+        self.running = self.group.create_task(work)
+        return self.running
+
+    async def _run(self, name: str, version: int, engine: str | None) -> None:
+        """Evaluate at every temperature in one engine (None: in all), and report. Raises EngineFailure when that engine was lost and its episodes with it."""
         for temperature in self.config.eval.temperatures:
             result = await evaluate(
                 self.loop.workers,
@@ -124,10 +131,12 @@ class Evaluations:
                 name=name,
                 version=version,
                 temperature=temperature,
-                concurrency=self.config.engine.max_num_seqs * engines,
+                concurrency=self.config.engine.max_num_seqs * (self.config.engine.replicas if engine is None else 1),
                 seed=self.config.seed,
                 samples_per_task=self.config.eval.samples if temperature > 0 else 1,
             )
+            if engine is not None and result.failed and not await self.engines.still_lent(engine):
+                raise EngineFailure(f"{engine}, which was lent to it, was lost, and {result.failed} of its episodes failed")
             self.reporter.evaluation(result)
 
     async def shadow(self, tasks: Sequence[Task], version: int, weights: Any) -> EvalResult:
@@ -173,17 +182,20 @@ class Evaluations:
             await self.workers.restore(engine)
 
     def stop(self) -> None:
-        """Give up the evaluation that runs: the run is ending, and nobody is to wait for it."""
-        if self.running is not None:
-            self.running.cancel()
+        """Give up the evaluation that runs: the run is ending, and nobody is to wait for it. It is said to be missing."""
+        if self.running is None or self.running.done():
+            return
+        self.running.cancel()
+        name, version = self._what
+        self.reporter.evaluation_missed(name, version, "the run was stopped" + ("" if name == "during" else "; a resume evaluates it again"))
 
     async def _beside(self, name: str, version: int, engine: str | None) -> None:
-        """An evaluation while training goes on. That all of its episodes failed is reported and ends nothing, unless it is the first."""
+        """An evaluation while training goes on. That all of its episodes failed is reported and ends nothing, unless it is the first and its engine is well."""
         self.reporter.phase(f"training; evaluation {name} of version {version}, {len(self.held_out)} held-out tasks")
         try:
-            await self._run(name, version, self.config.engine.replicas if engine is None else 1)
+            await self._run(name, version, engine)
         except SystemFailure as failure:
-            if name == "before":
+            if name == "before" and (engine is None or await self.engines.still_lent(engine)):
                 raise
             self.reporter.evaluation_missed(name, version, str(failure))
         if engine is not None:

@@ -22,6 +22,7 @@ import numpy as np
 
 from sao.errors import EngineFailure, PublishFailure, SystemFailure
 from sao.inference.failures import GenerationLost, RequestRefused
+from sao.inference.outage import Outage
 from sao.inference.protocol import Canary, Engine, EngineSnapshot, GenerateRequest, Generation, PublishReport
 from sao.trajectory import Purpose
 
@@ -227,25 +228,41 @@ class EnginePool:
         self._writer = asyncio.Lock()
         self._arrival = asyncio.Event()
         self._current: tuple[Any, Canary | None] | None = None
+        self._outages: dict[Purpose, Outage] = {"train": Outage(), "eval": Outage()}
+        self._changed()
 
     @property
     def live(self) -> tuple[str, ...]:
         """Engines in the pool, draining ones included."""
         return tuple(self._members)
 
+    def outage_s(self, purpose: Purpose = "train") -> float:
+        """Seconds so far in which no engine was there to serve such a request, cumulative: time that no episode answers for."""
+        outage = self._outages[purpose]
+        return outage.total_s + (0.0 if outage.since is None else time.monotonic() - outage.since)
+
+    def _changed(self) -> None:
+        """Who may serve has changed: note the outages that begin or end with it."""
+        for purpose, outage in self._outages.items():
+            outage.note(bool(self._open(purpose)))
+
     # -- generation -------------------------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Serve one turn. Raises RequestRefused as the engine does, and EngineFailure when two engines failed it or none is there."""
+        """Serve one turn. Time without an engine does not count towards its `time_limit_s`.
+
+        Raises RequestRefused as the engine does, and EngineFailure when two engines failed it or none came within `wait_s`.
+        """
         if request.sampling.max_tokens < 1:
             raise RequestRefused(f"request {request.request_id}: the budget is {request.sampling.max_tokens} tokens, it must be at least 1")
         turn, avoid, reissued = _Turn(request), "", False
-        began = time.monotonic()
+        began = time.monotonic() - self.outage_s(request.purpose)
         while True:
             call = turn.next_request()
             member = await self._choose(call, avoid)
             if request.time_limit_s is not None:
-                call = replace(call, time_limit_s=max(0.0, request.time_limit_s - (time.monotonic() - began)))
+                used = time.monotonic() - self.outage_s(request.purpose) - began
+                call = replace(call, time_limit_s=max(0.0, request.time_limit_s - used))
             try:
                 part = await self._serve(member, call)
             except RequestRefused:
@@ -312,6 +329,7 @@ class EnginePool:
             return
         self.counters.left += 1
         self._router.forget(name)
+        self._changed()
         self._on_event(PoolEvent("left", name, reason))
 
     def _expel(self, member: _Member, failure: BaseException) -> None:
@@ -324,10 +342,16 @@ class EnginePool:
         """Engines that are lent."""
         return tuple(name for name, member in self._members.items() if member.lent)
 
+    async def still_lent(self, name: str) -> bool:
+        """Whether a lent engine is there yet with the weights it was lent with. Asks it: one that does not answer leaves the pool."""
+        await self.snapshots()
+        return name in self.lent
+
     def admit(self, handle: EngineHandle, *, lent: bool = False) -> None:
         """Take in an engine that somebody else has brought up to date (or lent), in the place of an earlier one of its name."""
         self._members[handle.name] = _Member(handle, lent=lent)
         self._router.forget(handle.name)
+        self._changed()
         self._arrival.set()
 
     async def join(self, handle: EngineHandle) -> None:
@@ -342,6 +366,7 @@ class EnginePool:
                 bundle, canary = self._current
                 await self._bounded_publish(handle, bundle, self.version, canary)
             self._members[handle.name] = _Member(handle)
+            self._changed()
             self._arrival.set()
         self._on_event(PoolEvent("joined", handle.name))
 
@@ -351,6 +376,7 @@ class EnginePool:
             member = self._members[name]
             member.draining = True
             self._router.forget(name)
+            self._changed()
             return await member.handle.drain(export)
 
     async def wake(self, name: str) -> None:
@@ -358,6 +384,7 @@ class EnginePool:
             member = self._members[name]
             await member.handle.wake()
             member.draining = False
+            self._changed()
             self._arrival.set()
 
     async def lend(self, name: str) -> None:
@@ -367,6 +394,7 @@ class EnginePool:
             if member is not None:
                 member.lent = True
                 self._router.forget(name)
+                self._changed()
 
     async def restore(self, name: str) -> None:
         """Bring a lent engine back into training, with the current weights. Nothing happens when it has left or been replaced meanwhile."""
@@ -383,6 +411,7 @@ class EnginePool:
                     return
             member.lent = False
             self._router.forget(name)
+            self._changed()
             self._arrival.set()
 
     async def try_on(self, name: str, bundle: Any, version: int) -> None:

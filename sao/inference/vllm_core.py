@@ -28,7 +28,7 @@ from sao.errors import EngineFailure, PublishFailure, SaoError
 from sao.inference.failures import GenerationLost, RequestRefused
 from sao.inference.prefill import SessionPrefill
 from sao.inference.protocol import Canary, Generation, GenerationFinish, PublishReport
-from sao.inference.vllm_records import Counters, Job, Result, sampled_logprobs, sampling_params, spread
+from sao.inference.vllm_records import Counters, Job, Result, Turn, sampled_logprobs, sampling_params, spread
 from sao.weights.bundle import WeightBundle
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ class EngineThread:
         self.counters = Counters()
         self.prefill = SessionPrefill(1)
         self.failure: str | None = None
+        self.turn: Turn | None = None  # None while the thread waits for something to do
         self.manifest: Any = None
         self._build = build
         self._slots = slots
@@ -149,6 +150,7 @@ class EngineThread:
         try:
             while not self._stop and self.failure is None:
                 began = time.monotonic()
+                self.turn = Turn(began)
                 self._take_commands(block=not (self._live or (self._open and self._waiting)))
                 self._expire()
                 self._admit()
@@ -176,10 +178,13 @@ class EngineThread:
     def _take_commands(self, block: bool) -> None:
         if block:
             deadline = min((job.deadline for job in self._waiting), default=math.inf)
+            self.turn = None
             try:
-                self._commands.get(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))()
+                command = self._commands.get(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
             except queue.Empty:
                 return
+            self.turn = Turn(time.monotonic())
+            command()
         while True:
             try:
                 command = self._commands.get_nowait()
@@ -283,7 +288,9 @@ class EngineThread:
     def _step(self) -> list[Any]:
         """One engine step; delivers what belongs to jobs and returns the outputs that do not (scoring)."""
         began = time.monotonic()
+        self.turn = Turn(began, step=True)
         outputs = self._engine.step()
+        self.turn = Turn(time.monotonic())
         self.counters.busy_s += time.monotonic() - began
         foreign = []
         for output in outputs:

@@ -194,10 +194,11 @@ class VllmEngine:
         await self._call(lambda: self._thread.begin_incarnation(incarnation))
 
     async def snapshot(self) -> EngineSnapshot:
-        """Never waits for the engine thread: a publication in progress can be watched."""
+        """Never waits for the engine thread: a publication in progress can be watched. Raises EngineFailure when the thread died or hangs."""
         counters, now = self._thread.counters, time.monotonic()
         if self._thread.failure is not None:
             raise EngineFailure(self._thread.failure)
+        self._notice_a_hang(now)
         return EngineSnapshot(
             engine=self.name,
             version=self._thread.version,
@@ -215,6 +216,20 @@ class VllmEngine:
             publish_stall_s=counters.stall_s,
             at=now,
         )
+
+    def _notice_a_hang(self, now: float) -> None:
+        """Requests and publications wait for the thread for ever when vLLM does; a slow step is told from that by its limit alone."""
+        turn, config = self._thread.turn, self._config
+        if turn is None:
+            return
+        if not turn.step:
+            doing, key, limit = "loading weights or something else between two steps", "engine.request_timeout_s", config.request_timeout_s
+        elif self._thread.counters.busy_s == 0:
+            doing, key, limit = "its first step", "engine.start_timeout_s", config.start_timeout_s  # it may compile
+        else:
+            doing, key, limit = "a step", "engine.stall_s", config.stall_s
+        if now - turn.began > limit:
+            raise EngineFailure(f"engine {self.name} hangs: it has been at {doing} for {now - turn.began:.0f} s ({key}={limit:g})")
 
     def drafts(self) -> tuple[int, int]:
         """Tokens proposed and accepted by speculative decoding so far; (0, 0) without it."""

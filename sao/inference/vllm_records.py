@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,13 @@ class Job:
     salt: str = ""
     sent: int = 0
     marks: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Turn(NamedTuple):
+    """What the engine thread is at: since when (time.monotonic()), and whether that is a step of the engine or something between two."""
+
+    began: float
+    step: bool = False
 
 
 @dataclass

@@ -318,7 +318,7 @@ class TorchLearner:
                 self.critic.model.load_state_dict(load_critic("", str(root / "critic"), head_init="zero", **loading).state_dict())
                 self.critic.gradients.load_state_dict(state["critic_optimizer"])
         except (RuntimeError, ValueError) as error:
-            raise UserError(f"checkpoint {root.name} is of another model than {self.model_path}: {str(error).splitlines()[0]}") from error
+            raise UserError(f"checkpoint {root.name} is of another model than {self.model_path}: {' '.join(str(error).split())[:300]}") from error
         self.version = state["version"]
         self._undone = state.get("undone", 0)
         self._explained_in_a_row = state["explained_in_a_row"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sao.config import Config
-from sao.config_load import from_yaml
+from sao.config_yaml import from_yaml
 from sao.online import measures
 from sao.online.measures import Recovery, Stream
 from sao.online.schedule import Schedule, Shift

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from sao.errors import UserError
 from sao.replay.compare import Comparison
 from sao.report.metrics import read_metrics, surviving
+from sao.report.steps import numbered, step_name
 from sao.report.store import StoredEpisode, read_trajectories, stored_steps
-from sao.runtime.checkpoints import FOLDER, checkpoint_steps, damage
+from sao.runtime.checkpoints import FOLDER, damage
 from sao.runtime.lineage import Stretch, last_gap, made_on, stretch_of, stretches
 from sao.runtime.models import make_base
 from sao.runtime.saved import FINAL, final_step
@@ -43,12 +44,12 @@ def replay(run: Path, step: int, say: Callable[[str], None] = lambda text: None)
     start = _start(run, step, last_gap(lineage, step), say)
     steps = list(range(start or 0, step + 1))
     _check_stored(run, step, steps)
-    result = Replay(steps, "the initial weights" if start is None else f"checkpoint step-{start:06d}", Comparison())
+    result = Replay(steps, "the initial weights" if start is None else f"checkpoint {step_name(start)}", Comparison())
     recorded = {int(record["step"]): record for record in surviving(read_metrics(run), "train")}
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="sao-replay-")))
         stretch = stretch_of(lineage, steps[0])
-        learner = _learner(stretch, scratch, None if start is None else run / FOLDER / f"step-{start:06d}")
+        learner = _learner(stretch, scratch, None if start is None else run / FOLDER / step_name(start))
         result.found.notes += _machine_notes(stretch)
         for at in steps:
             if stretch_of(lineage, at) is not stretch:
@@ -67,13 +68,13 @@ def replay(run: Path, step: int, say: Callable[[str], None] = lambda text: None)
 
 def _start(run: Path, step: int, gap: int, say: Callable[[str], None]) -> int | None:
     """The newest sound checkpoint that at most `step` steps, and at least `gap`, had led to; None: the initial weights."""
-    for at in reversed(checkpoint_steps(run / FOLDER)):
+    for at in reversed(numbered(run / FOLDER)):
         if not gap <= at <= step:
             continue
-        fault = damage(run / FOLDER / f"step-{at:06d}")
+        fault = damage(run / FOLDER / step_name(at))
         if fault is None:
             return at
-        say(f"checkpoint step-{at:06d} is not used: {fault}")
+        say(f"checkpoint {step_name(at)} is not used: {fault}")
     if gap:
         raise UserError(f"--step {step} of {run} comes after a roll-back before step {gap}, and no checkpoint made since is left to start from")
     return None
@@ -143,7 +144,7 @@ def _weights(result: Replay, run: Path, step: int, learner: TorchLearner, scratc
     """Compare with every checkpoint that was written right after `step`."""
     from sao.replay.weights import compare_weights
 
-    names = [f"step-{step + 1:06d}"] if step + 1 in checkpoint_steps(run / FOLDER) else []
+    names = [step_name(step + 1)] if step + 1 in numbered(run / FOLDER) else []
     names += [FINAL] if final_step(run) == step + 1 else []
     if not names:
         return

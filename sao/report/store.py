@@ -21,9 +21,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sao.durable import put_in_place
 from sao.errors import DataError
 from sao.learner.protocol import SegmentRecord
 from sao.report.arrow import column, list_column, list_views, numpy_column, read
+from sao.report.steps import numbered, step_name
 from sao.trajectory import EpisodeId, FinishReason, SamplingSpec, Segment, Trajectory, TurnTiming
 
 FOLDER = "trajectories"
@@ -137,17 +139,17 @@ def write_file(path: Path, step: int, trajectories: Sequence[Trajectory], record
     columns += [list_column([None if r is None else getattr(r, name) for r in matched], kind) for name, kind in RECORD_COLUMNS.items()]
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     pq.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), partial, compression="zstd")
-    os.replace(partial, path)
+    put_in_place(partial, path)
     return path
 
 
 def step_path(run_dir: Path | str, step: int) -> Path:
-    return Path(run_dir) / FOLDER / f"step-{step:06d}.parquet"
+    return Path(run_dir) / FOLDER / f"{step_name(step)}.parquet"
 
 
 def stored_steps(run_dir: Path | str) -> list[int]:
     """Steps that have a file, ascending; empty when there is no folder."""
-    return sorted(int(path.stem.removeprefix("step-")) for path in (Path(run_dir) / FOLDER).glob("step-*.parquet"))
+    return list(numbered(Path(run_dir) / FOLDER, ".parquet"))
 
 
 def read_columns(run_dir: Path | str, steps: Iterable[int] | None = None, columns: Sequence[str] = tuple(_SCALARS)) -> pa.Table:

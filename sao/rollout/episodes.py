@@ -26,6 +26,11 @@ class EpisodeRequest:
     pinned: bool = False
     incarnation: int = 0
 
+    @property
+    def name(self) -> str:
+        """What tells it from every other episode in flight."""
+        return f"{self.purpose}-{self.episode_id}"
+
 
 @dataclass(frozen=True)
 class EpisodeFailure:

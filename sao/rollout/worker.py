@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from sao.agents.renderer import generation_stop_ids, load_renderer
 from sao.agents.tokenizer import load_tokenizer
@@ -14,6 +15,7 @@ from sao.environment import Environment
 from sao.errors import EnvironmentFailure, SystemFailure, UserError
 from sao.inference.pool import EngineHandle, EnginePool
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
+from sao.rollout.last_words import named
 from sao.rollout.staleness import Finished
 from sao.tasks.source import environment_args, load_environment
 from sao.trajectory import SamplingSpec, Trajectory
@@ -24,13 +26,22 @@ log = logging.getLogger(__name__)
 class EpisodeWorker:
     """Stateless between episodes but for caches; safe for many concurrent `run` calls on one event loop."""
 
-    def __init__(self, config: Config, env_configs: Sequence[EnvConfig], model_path: str, engines: Sequence[EngineHandle]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        env_configs: Sequence[EnvConfig],
+        model_path: str,
+        engines: Sequence[EngineHandle],
+        record: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """record: hears which episode's code runs (`sao.rollout.last_words`)."""
         self.config = config
+        self.record = record
         self.environments = {env.name: (load_environment(env.target), environment_args(env, config.reward)) for env in env_configs}
         tokenizer = load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
         stops = generation_stop_ids(model_path)
         self.renderer = load_renderer(config.model.renderer, tokenizer, reasoning=config.model.reasoning, extra_stop_ids=stops)
-        self.pool = EnginePool(engines)
+        self.pool = EnginePool(engines, wait_s=config.engine.start_timeout_s)
         rollout = config.rollout
         self.limits = Limits(
             max_turns=rollout.max_turns,
@@ -44,7 +55,7 @@ class EpisodeWorker:
     async def run(self, request: EpisodeRequest) -> tuple[Finished[None] | EpisodeFailure, Trajectory | None]:
         """Never raises for a failed episode; an exception from here is a bug of ours. The trajectory of a failed one goes as far as it had got."""
         try:
-            trajectory = await self._episode(request)
+            trajectory = await named(self._episode(request), request.name, self.record)
         except SystemFailure as failure:
             log.warning("episode %s failed: %s", request.episode_id, failure)
             return EpisodeFailure(request.episode_id, failure.reason, str(failure), failure.sampled_tokens), failure.trajectory
@@ -78,6 +89,7 @@ class EpisodeWorker:
             limits=self.limits,
             purpose=request.purpose,
             pinned_version=request.version if request.pinned else None,
+            outage_s=partial(self.pool.outage_s, request.purpose),
         )
 
     def _sampling(self, request: EpisodeRequest) -> SamplingSpec:

@@ -6,6 +6,7 @@
         buffer.parquet        finished trajectories that waited for a batch
         state.json            ledger, task cursors, versions (the driver's part)
         manifest.json         every file with its size and SHA-256; written last
+    checkpoints/final/        the trained models of a run that has ended: policy/, critic/, state.json (two counters) and manifest.json
 
 A checkpoint is made in a hidden folder beside its place, synced and renamed, so a crash leaves none half-visible. One whose files do not
 match its manifest is skipped with a warning, and the one before it is used.
@@ -22,10 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sao.durable import sync
 from sao.errors import UserError
+from sao.report.steps import numbered
+from sao.runtime.run_folder import read_command, started_by
 
 FOLDER = "checkpoints"
+FINAL = "final"
 FORMAT = 2
+_MAKING = ".making-"  # before the name of one that is being written
 MANIFEST, STATE, BUFFER = "manifest.json", "state.json", "buffer.parquet"
 
 
@@ -47,50 +53,49 @@ class Checkpoints:
         self.folder = run_dir / FOLDER
         self.keep = keep
 
-    def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of `step` into, the leftover of an interrupted one removed."""
-        scratch = self.folder / f".making-step-{step:06d}"
+    def begin(self, name: str) -> Path:
+        """An empty folder to write the checkpoint `name` into (`step_name(step)` or FINAL), the leftover of an interrupted one removed."""
+        scratch = self.folder / f"{_MAKING}{name}"
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         return scratch
 
-    def commit(self, scratch: Path, step: int, state: dict[str, Any]) -> Checkpoint:
-        """Add the driver's state and the manifest, make everything durable, and give the checkpoint its name. Raises OSError when the disk does."""
+    def commit(self, scratch: Path, state: dict[str, Any]) -> Path:
+        """Add the driver's state and the manifest, make everything durable, and give the checkpoint its name. Raises OSError when the disk does.
+
+        scratch: what `begin` gave. state: JSON-compatible, with `batches_done`.
+        """
         (scratch / STATE).write_text(json.dumps(state))
         files = [path for path in sorted(scratch.rglob("*")) if path.is_file()]
         manifest = {str(path.relative_to(scratch)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in files}
-        (scratch / MANIFEST).write_text(json.dumps({"format": FORMAT, "step": step, "files": manifest}, indent=1))
+        facts = {"format": FORMAT, "sao": started_by(), "step": state["batches_done"], "files": manifest}
+        (scratch / MANIFEST).write_text(json.dumps(facts, indent=1))
         for path in [*files, scratch / MANIFEST]:
-            _sync(path)
-        target = self.folder / f"step-{step:06d}"
+            sync(path)
+        target = self.folder / scratch.name.removeprefix(_MAKING)
         if target.exists():
             shutil.rmtree(target)
         os.replace(scratch, target)
-        _sync(self.folder)
+        sync(self.folder)
         self._prune(target)
-        return Checkpoint(target, step)
+        return target
 
     def abandon(self, scratch: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
     def latest(self, warn: Callable[[str], None]) -> Checkpoint | None:
         """The newest checkpoint whose files are all there and unchanged; `warn` hears of each one skipped."""
-        for path in sorted(self.folder.glob("step-*"), reverse=True):
+        for step, path in reversed(numbered(self.folder).items()):
             fault = damage(path)
             if fault is None:
-                return Checkpoint(path, int(path.name.removeprefix("step-")))
+                return Checkpoint(path, step)
             warn(f"checkpoint {path.name} is skipped: {fault}")
         return None
 
     def _prune(self, newest: Path) -> None:
-        for path in sorted(self.folder.glob("step-*"))[: -self.keep]:
+        for path in list(numbered(self.folder).values())[: -self.keep]:
             if path != newest:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps that have a checkpoint in `folder`, damaged ones included, ascending; by their names."""
-    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
 
 
 def damage(path: Path) -> str | None:
@@ -103,28 +108,25 @@ def damage(path: Path) -> str | None:
     except (ValueError, KeyError, TypeError):
         return "its manifest cannot be read"
     if manifest.get("format") != FORMAT:
+        by = manifest.get("sao") or read_command(path.parents[1]).get("sao", "of another version")
         raise UserError(
-            f"{path} was made by another version of SAO (format {manifest.get('format')}, this one reads {FORMAT}); resume it with that version"
+            f"{path} was made by SAO {by} in format {manifest.get('format')}, this is SAO {started_by()}, which reads format {FORMAT}; "
+            "go on with the version that made it"
         )
     for name, facts in files.items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
-        if file.stat().st_size != facts["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
-        if _digest(file) != facts["sha256"]:
-            return f"{name} is not what was written"
+        try:
+            if file.stat().st_size != facts["bytes"]:
+                return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
+            if _digest(file) != facts["sha256"]:
+                return f"{name} is not what was written"
+        except OSError as error:  # a disk that has lost it, or a run that removes it meanwhile
+            return f"{name} cannot be read ({error.strerror})"
     return None
 
 
 def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

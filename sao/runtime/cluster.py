@@ -29,8 +29,14 @@ from sao.runtime.run_folder import write_atomically
 from sao.runtime.run_store import RunStore
 
 WATCH_EVERY_S = 1.0
-SHORT_LIFE_S = 20.0  # an actor that is lost sooner after its start counts towards launcher.restarts
+SHORT_LIFE_S = 20.0  # an engine that lives longer has served; of a worker and the learner it is known when they have
 EPISODE_GRACE_S = 30.0
+# What makes losses ones in a row.
+IN_A_ROW = {
+    "engine": f"each within {SHORT_LIFE_S:.0f} s of its start",
+    "learner": "with no training step done between",
+    "worker": "with no episode done between",
+}
 CONCURRENCY = 4096  # calls an async actor holds at once
 
 
@@ -68,7 +74,7 @@ class Cluster:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._departed: asyncio.Queue[tuple[str, Any, str]] = asyncio.Queue()
         self._born: dict[str, float] = {}
-        self._short_lives: Counter[str] = Counter()
+        self._losses: Counter[str] = Counter()  # in a row
         self._began = time.monotonic()
         self._oom_kills = kernel_oom_kills()
         self._owns_ray = False
@@ -201,13 +207,17 @@ class Cluster:
 
     def workers(self) -> RemoteWorkers:
         names = [name for name in self.actors if name.startswith("worker-")]
-        return RemoteWorkers(self, names, EPISODE_GRACE_S + self.config.rollout.time_limit_s)
+        return RemoteWorkers(self, names, EPISODE_GRACE_S + self.config.rollout.time_limit_s, self.run_dir / "logs", self._outage_s)
 
     def engines(self) -> EnginePool:
         """The driver's view of the engines: publication and snapshots. Requests go from the workers straight to the engines."""
         handles = [self._engine(name) for name in self.actors if name.startswith("engine-")]
         self.pool = EnginePool(handles, wait_s=self.config.engine.start_timeout_s, on_event=self._left)
         return self.pool
+
+    def _outage_s(self) -> float:
+        """Seconds in which no engine was there for training: the driver sees an outage as the workers do, within its grace."""
+        return 0.0 if self.pool is None else self.pool.outage_s()
 
     def _left(self, event: PoolEvent) -> None:
         if event.kind == "left":
@@ -299,12 +309,15 @@ class Cluster:
         return self.pool is not None and engine in self.pool.lent
 
     def _give_up_if_hopeless(self, name: str, reason: str) -> None:
-        lived = time.monotonic() - self._born.get(name, self._began)
-        self._short_lives[name] = self._short_lives[name] + 1 if lived < SHORT_LIFE_S else 1
-        if self._short_lives[name] > self.config.launcher.restarts:
-            raise SystemFailure(
-                f"{name} was lost {self._short_lives[name]} times, each within {SHORT_LIFE_S:.0f} s of its start; the last time: {reason}"
-            )
+        kind = name.partition("-")[0]
+        if kind == "engine" and time.monotonic() - self._born.get(name, self._began) >= SHORT_LIFE_S:
+            self.forgive(name)
+        self._losses[name] += 1
+        if self._losses[name] > self.config.launcher.restarts:
+            raise SystemFailure(f"{name} was lost {self._losses[name]} times, {IN_A_ROW[kind]}; the last time: {reason}")
+
+    def forgive(self, name: str) -> None:
+        self._losses[name] = 0
 
     def _end(self, name: str) -> None:
         """Make sure the old process is gone: Ray asks a process to end itself, which a stopped one cannot hear."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sao.errors import ConfigError, UserError
 from sao.runtime import saved
+from sao.runtime.checkpoints import FINAL
 from sao.runtime.models import facts
 
 
@@ -18,7 +19,7 @@ def export_command(arguments: Sequence[str]) -> int:
     for key in ("run", "to"):
         if not own.get(key):
             raise ConfigError(f"sao export needs {key}=FOLDER")
-    source = saved.checkpoint(saved.run_folder(own["run"], "run="), own.get("checkpoint", saved.FINAL))
+    source = saved.checkpoint(saved.run_folder(own["run"], "run="), own.get("checkpoint", FINAL))
     target = Path(own["to"]).expanduser().resolve()
     parts = export(source, target)
     print("\n".join(f"{part}: {target / part}" for part in parts))
@@ -26,14 +27,14 @@ def export_command(arguments: Sequence[str]) -> int:
 
 
 def export(source: Path, target: Path) -> list[str]:
-    """Copy `policy/` and, where there is one, `critic/` of a checkpoint into `target`, which must be empty or new. Returns the parts copied.
+    """Copy `policy/` and, where one was trained, `critic/` of a checkpoint that was found whole (`saved.checkpoint`) into `target`, which must be empty or new.
 
-    The policy is checked first: its configuration is one transformers knows and the headers of its weight files are whole. The copy is made
-    beside its place and renamed, so an interrupted export leaves no half directory under the name.
+    Returns the parts copied. The policy's configuration must be one transformers knows. The copy is made beside its place and renamed, so an
+    interrupted export leaves no half directory under the name.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"to={target} exists and is not empty; name a new folder")
-    parts = [part for part in ("policy", "critic") if (source / part).is_dir()]
+    parts = [part for part in ("policy", "critic") if (source / part).is_dir()]  # what the manifest has; some methods train no critic
     check_policy(source / "policy")
     scratch = target.with_name(f".{target.name}.making")
     shutil.rmtree(scratch, ignore_errors=True)
@@ -48,7 +49,7 @@ def export(source: Path, target: Path) -> list[str]:
 
 
 def check_policy(path: Path) -> None:
-    """The directory would load: transformers knows its configuration, and every weight file's header fits its size. No weight is read."""
+    """The directory would load: transformers knows its configuration, and every weight file is as long as its header says. No weight is read."""
     facts(str(path))
     import transformers
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from sao.config import Config
-from sao.config_load import from_yaml
+from sao.config_yaml import from_yaml
 from sao.errors import ConfigError, UserError
 from sao.report.jsonl import append_record, read_jsonl
 from sao.runtime.run_folder import read_command, started_by

@@ -161,9 +161,9 @@ def facts(path: str, key: str = "model.path") -> ModelFacts:
     sizes: dict[str, int] = {}
     for file in files:
         try:
-            sizes |= _sizes(file)
-        except (OSError, ValueError, KeyError, MemoryError) as error:
-            raise ConfigError(f"{key}={path}: {file.name} is damaged ({type(error).__name__}); copy the checkpoint again") from None
+            sizes |= tensor_sizes(file)
+        except (OSError, ValueError, KeyError, TypeError, MemoryError) as error:
+            raise ConfigError(f"{key}={path}: {file.name} is damaged ({error}); copy the checkpoint again") from None
     text = config.get("text_config") or config  # models that also read pictures keep the language model's sizes there
     layers, width, heads = (int(text.get(key) or 0) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     kv_heads = int(text.get("num_key_value_heads") or heads)
@@ -180,14 +180,30 @@ def facts(path: str, key: str = "model.path") -> ModelFacts:
     )
 
 
-def _sizes(file: Path) -> dict[str, int]:
-    """Parameter names and element counts from a safetensors header."""
+def difference(found: ModelFacts, expected: ModelFacts) -> str | None:
+    """In what two models cannot be the same: a size of their configurations or of a tensor that both name; None when nothing says so."""
+    for name in ("layers", "width", "feed_forward", "vocabulary", "kv_elements_per_token"):
+        if getattr(found, name) != getattr(expected, name):
+            return f"{name} is {getattr(found, name)} instead of {getattr(expected, name)}"
+    for name in sorted(found.tensors.keys() & expected.tensors.keys()):
+        if found.tensors[name] != expected.tensors[name]:
+            return f"{name} has {found.tensors[name]} elements instead of {expected.tensors[name]}"
+    return None
+
+
+def tensor_sizes(file: Path) -> dict[str, int]:
+    """Tensor names and element counts from a safetensors header. Raises ValueError when the file is longer or shorter than its header says."""
+    there = file.stat().st_size
     with open(file, "rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
-        if size > file.stat().st_size:
-            raise ValueError("truncated header")
+        if there < 8 or size > there:
+            raise ValueError("its header is cut off")
         header: dict[str, Any] = json.loads(stream.read(size))
-    return {name: math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
+    tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+    expected = 8 + size + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+    if there != expected:
+        raise ValueError(f"it has {there} bytes instead of {expected}")
+    return {name: math.prod(tensor["shape"]) for name, tensor in tensors.items()}
 
 
 def check_tokenizer(config: Config, path: str) -> Renderer:

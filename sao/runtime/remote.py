@@ -5,32 +5,40 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from sao.errors import EngineFailure, LearnerFailure, SaoError, SystemFailure, WorkerFailure
 from sao.inference.protocol import Canary, EngineSnapshot, GenerateRequest, Generation, PublishReport
 from sao.learner.protocol import StepReport
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
+from sao.rollout.last_words import last_words, path_of
 from sao.rollout.staleness import Finished
 from sao.runtime.memory import with_advice
 from sao.runtime.run_store import RunStore
+from sao.timeouts import time_limit
 
 T = TypeVar("T")
 FETCH_S = 5.0
 
 
-async def call(reference: Awaitable[T], actor: str, failure: type[SystemFailure], timeout_s: float, key: str = "") -> T:
+async def call(
+    reference: Awaitable[T], actor: str, failure: type[SystemFailure], timeout_s: float, key: str = "", stood_s: Callable[[], float] = lambda: 0.0
+) -> T:
     """Await a Ray call. Errors of ours come back as they were raised; a dead or silent actor becomes a `failure` with `lost` set.
 
-    `key` is the configuration's name for the time limit, to be named when it passes.
+    `key` is the configuration's name for the time limit, to be named when it passes; time by which `stood_s` grows does not count.
     """
     import ray.exceptions as rx
 
     try:
-        return await asyncio.wait_for(as_coroutine(reference), timeout_s)
+        async with time_limit(timeout_s, stood_s):
+            return await reference
     except TimeoutError:
         limit = f"{timeout_s:.0f} s ({key})" if key else f"{timeout_s:.0f} s"
-        raise lost(failure, f"{actor} did not answer within {limit}; see logs/{actor}.log in the run folder") from None
+        late = lost(failure, f"{actor} did not answer within {limit}; see logs/{actor}.log in the run folder")
+        late.overdue = True
+        raise late from None
     except rx.RayTaskError as error:
         cause = error.cause
         if isinstance(cause, SystemFailure) and cause.args:
@@ -48,11 +56,6 @@ def lost(failure: type[SystemFailure], message: str) -> SystemFailure:
     error = failure(message)
     error.lost = True
     return error
-
-
-async def as_coroutine(reference: Awaitable[T]) -> T:
-    """asyncio.wait_for takes coroutines; a Ray reference is only awaitable."""
-    return await reference
 
 
 def fetch(handle: Any) -> Any:
@@ -103,6 +106,10 @@ class Replacer(Protocol):
         """Return when `name` is another actor than `dead`, started by this call or by an earlier one. Raises SystemFailure when that is hopeless."""
         ...
 
+    def forgive(self, name: str) -> None:
+        """`name` has done what it is for, or its loss is somebody else's doing: earlier losses no longer count as ones in a row."""
+        ...
+
 
 class RemoteLearner:
     """The learner actor, as the loop's LearnerHandle.
@@ -125,6 +132,7 @@ class RemoteLearner:
 
     async def step(self, handles: Sequence[Any], step: int) -> StepReport:
         report: StepReport = await self._ask(lambda actor: actor.step.remote(step, *handles))
+        self.cluster.forgive(self.name)
         self.steps_done = step + 1
         # The file of a step is complete when the next step has returned; until then its batch is kept here.
         self._unwritten = {s: h for s, h in self._unwritten.items() if s >= step - 1} | {step: handles}
@@ -185,30 +193,46 @@ class RemoteLearner:
 
 
 class RemoteWorkers:
-    """The worker actors, as the loop's EpisodeRunner: each episode goes to the worker with the fewest running, and to another when that one is lost."""
+    """The worker actors, as the loop's EpisodeRunner: each episode goes to the worker with the fewest running, and to another when that one is lost.
 
-    def __init__(self, cluster: Replacer, names: Sequence[str], timeout_s: float) -> None:
+    The episode that took its worker with it, by crash or by silence, has failed (`worker_lost`); whatever else was there is issued again. So is, once, an
+    episode of an evaluation: nobody else would retry it, and a worker that is killed by chance while its code runs is not its fault.
+    """
+
+    def __init__(self, cluster: Replacer, names: Sequence[str], timeout_s: float, logs: Path, outage_s: Callable[[], float] = lambda: 0.0) -> None:
+        """timeout_s: of one episode, without the time in which `outage_s` (cumulative) grew because no engine was there. logs: where workers leave last words."""
         self.cluster = cluster
+        self.logs = logs
+        self.outage_s = outage_s
         self.running = dict.fromkeys(names, 0)
         self.timeout_s = timeout_s
         self.reissued = 0
 
     async def run(self, request: EpisodeRequest) -> Finished[Any] | EpisodeFailure:
+        retries = int(request.purpose == "eval")
         while True:
             name = min(self.running, key=lambda n: self.running[n])
             actor = self.cluster.actors[name]
             self.running[name] += 1
             try:
                 outcome_ref, trajectory_ref = actor.run.options(num_returns=2).remote(request)
-                outcome = await call(outcome_ref, name, WorkerFailure, self.timeout_s)
+                outcome = await call(outcome_ref, name, WorkerFailure, self.timeout_s, stood_s=self.outage_s)
             except WorkerFailure as failure:
                 if not failure.lost:
                     raise
-                self.reissued += 1
+                # Read before a replacement can have begun to write.
+                to_blame = failure.overdue or last_words(path_of(self.logs, name)) == request.name
+                if to_blame:
+                    self.cluster.forgive(name)
                 await self.cluster.replace(name, actor, str(failure))
+                if to_blame and not retries:
+                    return EpisodeFailure(request.episode_id, "worker_lost", f"task {request.task.task_id} took its worker with it: {failure}")
+                retries -= to_blame
+                self.reissued += 1
                 continue
             finally:
                 self.running[name] -= 1
+            self.cluster.forgive(name)
             return Finished(outcome.meta, trajectory_ref) if isinstance(outcome, Finished) else replace(outcome, handle=trajectory_ref)
 
     async def lend(self, engine: str) -> None:

@@ -7,11 +7,14 @@ import importlib.metadata
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from sao.config import Config
+from sao.durable import put_in_place
 from sao.errors import UserError
+from sao.report.jsonl import append_record
 
 
 def choose(config: Config) -> Path:
@@ -23,7 +26,8 @@ def choose(config: Config) -> Path:
 
 def refuse_used(path: Path) -> None:
     """Raise UserError when the folder already holds a run. Looks only."""
-    if (path / "ledger.json").exists() or any((path / "trajectories").glob("*.parquet")):
+    left = ("ledger.json", "trajectories/*.parquet", "checkpoints/step-*", "checkpoints/final")
+    if any(True for pattern in left for _ in path.glob(pattern)):
         raise UserError(f"run.dir={path} already holds a run; go on with it by resume={path}, or choose another folder")
 
 
@@ -52,14 +56,14 @@ class RunFolder:
             owner = lock.read().strip() or "unknown"
             lock.close()
             raise UserError(f"run.dir={self.path} is in use by process {owner}; wait for that run or choose another folder") from None
-        if self.resume:
-            self.incarnation = 1 + int(read_command(self.path).get("incarnation", 0))
-        else:
-            try:
+        try:
+            if self.resume:
+                self.incarnation = 1 + int(read_command(self.path).get("incarnation", 0))
+            else:
                 refuse_used(self.path)
-            except UserError:
-                lock.close()
-                raise
+        except UserError:
+            lock.close()
+            raise
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
@@ -77,9 +81,8 @@ class RunFolder:
     def write_json(self, name: str, value: Any) -> None:
         write_atomically(self.path / name, json.dumps(value, indent=2) + "\n")
 
-    def append_json(self, name: str, value: Any) -> None:
-        with open(self.path / name, "a") as file:
-            file.write(json.dumps(value) + "\n")
+    def append_json(self, name: str, value: Mapping[str, Any]) -> None:
+        append_record(self.path / name, value)
 
 
 def started_by() -> str:
@@ -88,16 +91,23 @@ def started_by() -> str:
 
 
 def read_command(folder: Path) -> dict[str, Any]:
-    """What command.json says of the run's last start; empty when the run was cut off before it was written."""
+    """What command.json says of the run's last start; empty when the run was cut off before it was written. Raises UserError when it is damaged."""
+    path = folder / "command.json"
     try:
-        return dict(json.loads((folder / "command.json").read_text()))
+        return dict(json.loads(path.read_text()))
     except FileNotFoundError:
         return {}
+    except (ValueError, TypeError):
+        raise UserError(f"{path} is damaged; remove it to go on, the run then counts its incarnations from the start") from None
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old content or the new, never half."""
+    """Readers see the old content or the new, never half, also after a power cut. Raises OSError when the disk does, and leaves nothing behind then."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text)
+        put_in_place(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from sao.errors import CheckpointFailure, DataError
+from sao.errors import CheckpointFailure, DataError, LearnerFailure, UserError
+from sao.report.steps import numbered, step_name
 from sao.report.store import read_file, step_path, stored_steps
 from sao.rollout.staleness import Finished
-from sao.runtime.checkpoints import BUFFER, Checkpoint, Checkpoints, checkpoint_steps
+from sao.runtime.checkpoints import BUFFER, FINAL, Checkpoint, Checkpoints
+from sao.runtime.models import ModelFacts, difference, facts
 from sao.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -27,6 +29,17 @@ class RunStore:
 
     def checkpoint(self) -> Checkpoint | None:
         return self.checkpoints.latest(log.warning)
+
+    def checkpoint_of(self, model: ModelFacts) -> Checkpoint | None:
+        """The checkpoint the run goes on from. Reads only; raises UserError when another version or another model made it."""
+        found = self.checkpoint()
+        unlike = difference(facts(str(found.path / "policy")), model) if found else None
+        if found and unlike:
+            raise UserError(
+                f"{found.path} is of another model than {model.path}: {unlike}; put back the model the run was started with, "
+                "or take this checkpoint away to use the one before it"
+            )
+        return found
 
     def batch(self, step: int) -> list[Trajectory]:
         """The trajectories of a trained batch, equal to those the learner was given. Raises DataError when there is no such file."""
@@ -57,11 +70,11 @@ class RunStore:
 
     def prune(self) -> None:
         """Remove what no checkpoint needs, when the run does not keep its trajectories."""
-        steps = checkpoint_steps(self.checkpoints.folder)
-        if self.keep_all or not steps:
+        kept = numbered(self.checkpoints.folder)
+        if self.keep_all or not kept:
             return
         for step in stored_steps(self.run_dir):
-            if step < steps[0]:
+            if step < min(kept):
                 step_path(self.run_dir, step).unlink(missing_ok=True)
 
 
@@ -77,6 +90,10 @@ class SavingLearner(Protocol):
 
     async def save(self, directory: str, buffered: Sequence[Any]) -> None:
         """Write the learner's part, and the trajectories behind `buffered`, into `directory`. Raises CheckpointFailure when it cannot be written."""
+        ...
+
+    async def export(self, directory: str) -> None:
+        """Write the models alone into `directory`. Raises LearnerFailure when they cannot be written."""
         ...
 
 
@@ -95,9 +112,9 @@ class RunCheckpointer:
         checkpoints = self.store.checkpoints
         scratch = checkpoints.folder
         try:
-            scratch = await asyncio.to_thread(checkpoints.begin, step)
+            scratch = await asyncio.to_thread(checkpoints.begin, step_name(step))
             await self.learner.save(str(scratch), buffered)
-            await asyncio.to_thread(checkpoints.commit, scratch, step, state)
+            await asyncio.to_thread(checkpoints.commit, scratch, state)
             await asyncio.to_thread(self.store.prune)
             self.written += 1
         except (CheckpointFailure, OSError) as error:
@@ -105,3 +122,14 @@ class RunCheckpointer:
             if scratch != checkpoints.folder:
                 checkpoints.abandon(scratch)
             self.warn(f"checkpoint of step {step} failed, the run goes on with the one before it: {error}")
+
+    async def final(self, state: dict[str, Any]) -> None:
+        """The trained models under FINAL, whole or as it was before. Raises LearnerFailure or OSError: without them the run has not ended."""
+        checkpoints = self.store.checkpoints
+        scratch = await asyncio.to_thread(checkpoints.begin, FINAL)
+        try:
+            await self.learner.export(str(scratch))
+            await asyncio.to_thread(checkpoints.commit, scratch, state)
+        except (LearnerFailure, OSError):
+            checkpoints.abandon(scratch)
+            raise

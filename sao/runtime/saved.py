@@ -7,10 +7,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from sao.config import Config
 from sao.errors import ConfigError, UserError
-from sao.runtime.checkpoints import FOLDER, STATE, checkpoint_steps
-
-FINAL = "final"
+from sao.report.jsonl import read_jsonl
+from sao.report.steps import numbered
+from sao.runtime.checkpoints import FINAL, FOLDER, MANIFEST, STATE, damage
+from sao.runtime.models import tensor_sizes
 
 
 def own_arguments(arguments: Sequence[str], names: Sequence[str], *, verb: str, others: bool) -> tuple[dict[str, str], list[str]]:
@@ -49,24 +51,42 @@ def run_folder(path: str, key: str = "") -> Path:
 
 def checkpoints(run: Path) -> list[str]:
     """Names of the checkpoints that hold a policy, sorted. Folders that begin with a dot are still being written."""
-    found = (path.parent.parent for path in (run / "checkpoints").glob("*/policy/config.json"))
+    found = (path.parent.parent for path in (run / FOLDER).glob("*/policy/config.json"))
     return sorted(path.name for path in found if not path.name.startswith("."))
 
 
 def checkpoint(run: Path, name: str) -> Path:
-    """The folder of a checkpoint by its name. Raises UserError with the names that exist."""
+    """The folder of a whole checkpoint by its name. Raises UserError with the names that exist, or when its files are not what was written."""
     names = checkpoints(run)
-    if name in names:
-        return run / "checkpoints" / name
     if not names:
         raise UserError(f"{run} has no checkpoint yet; let the run write one (it writes {FINAL} when it ends)")
-    raise UserError(f"{run} has no checkpoint {name!r}; there are {', '.join(names)}: set checkpoint={names[-1]}")
+    if name not in names:
+        raise UserError(f"{run} has no checkpoint {name!r}; there are {', '.join(names)}: set checkpoint={names[-1]}")
+    folder = run / FOLDER / name
+    fault = damage(folder) if (folder / MANIFEST).exists() or name != FINAL else _damage_without_manifest(folder)
+    if fault:
+        others = f"; name another: {', '.join(f'checkpoint={other}' for other in names if other != name)}" if len(names) > 1 else ""
+        raise UserError(f"{folder} is damaged, {fault}{others}")
+    return folder
+
+
+def _damage_without_manifest(folder: Path) -> str | None:
+    """What can be seen to be wrong with a final checkpoint of an older version, which wrote its parts in place and state.json last."""
+    for name in ("policy", "critic", STATE):
+        if not (folder / name).exists():
+            return f"{name} is missing, so it was never completed"
+    for file in sorted(folder.glob("*/*.safetensors")):
+        try:
+            tensor_sizes(file)
+        except (OSError, ValueError, KeyError, TypeError, MemoryError) as error:
+            return f"{file.relative_to(folder)} is not whole ({error})"
+    return None
 
 
 def batches_done(run: Path) -> int:
     """Training steps that a resume finds done: in the newest checkpoint or in the batches stored after it. By their names; nothing is read."""
-    stored = [int(path.stem.removeprefix("step-")) + 1 for path in (run / "trajectories").glob("step-*.parquet")]
-    return max([*checkpoint_steps(run / FOLDER), *stored], default=0)
+    stored = [step + 1 for step in numbered(run / "trajectories", ".parquet")]
+    return max([*numbered(run / FOLDER), *stored], default=0)
 
 
 def final_step(run: Path) -> int | None:
@@ -77,6 +97,17 @@ def final_step(run: Path) -> int | None:
 def version(folder: Path) -> int | None:
     """Actor steps in a checkpoint's weights, where it says so."""
     return _counter(folder, "version")
+
+
+def evaluated(run: Path, name: str, version: int, temperatures: Sequence[float]) -> bool:
+    """Whether eval.jsonl has the evaluation `name` of `version` at every temperature."""
+    there = {record.get("temperature") for record in read_jsonl(run / "eval.jsonl") if (record.get("eval"), record.get("version")) == (name, version)}
+    return there.issuperset(temperatures)
+
+
+def evaluation_due(run: Path, config: Config, version: int) -> bool:
+    """Whether the run asks for an evaluation after training and has none of `version`, its last."""
+    return config.eval.at_end and not evaluated(run, "after", version, config.eval.temperatures)
 
 
 def _counter(folder: Path, name: str) -> int | None:

@@ -18,9 +18,15 @@ MARK = "SAO_RUN_MARK"
 PATIENCE_S = 5.0
 
 
+_mark = ""  # this process's own; one in its environment is that of whoever started it
+
+
 def start() -> None:
-    """Mark this process and everything it will start, and have its end watched."""
-    mark = uuid.uuid4().hex
+    """Mark whatever this process will start, and have its end watched; once is enough."""
+    global _mark
+    if _mark:
+        return
+    _mark = mark = uuid.uuid4().hex
     os.environ[MARK] = mark
     subprocess.Popen(
         [sys.executable, "-S", os.path.abspath(__file__), str(os.getpid()), mark],

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from sao.environment import Action, StepResult
+from sao.envs.single_turn.environment import SingleTurnEnvironment
 from sao.loop import TrainingLoop
 from sao.runtime import checkpoints, cluster, sweeper
 from sao.runtime.actors import EngineActor
@@ -37,9 +40,28 @@ class ScriptedEngineActor(EngineActor):
         self.start_s = time.monotonic() - started
 
 
+class Poison(SingleTurnEnvironment):
+    """One task in 61 takes its process with it."""
+
+    async def step(self, action: Action) -> StepResult:
+        if int(self.row["answer"]) % 61 == 7:
+            os._exit(139)
+        return await super().step(action)
+
+
 def parity(completion: str, row: dict[str, Any]) -> float:
     """Something for a critic to learn from: a property of the text."""
     return float(sum(map(ord, completion)) % 2)
+
+
+_strays: list[subprocess.Popen[bytes]] = []
+
+
+def stray(completion: str, row: dict[str, Any]) -> float:
+    """`parity`, by a function that leaves a process of its own session behind."""
+    if not _strays:
+        _strays.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
+    return parity(completion, row)
 
 
 def options(folder: Path, *, steps: int, batch: int = 8, staleness: int = 0) -> list[str]:

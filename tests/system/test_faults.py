@@ -141,3 +141,16 @@ def test_a_resume_that_cannot_be_is_refused(calm, arguments, said):
     command = [sys.executable, "-m", "sao.cli", "train", *(text.format(run=calm / "calm") for text in arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+@pytest.mark.long
+def test_a_task_that_takes_its_worker_with_it_is_dropped_and_the_run_goes_on(calm):
+    """A crash in an environment, as of a C library; the default number of restarts."""
+    folder = calm / "poison"
+    arguments = [text for text in options(calm, steps=20) if not text.startswith(("env=", "launcher.restarts="))]
+    run = Run([*arguments, "env=tests.system.scripted_run:Poison", f"run.dir={folder}"], folder, scripted=True, log=calm / "poison.log")
+    assert run.wait() == 0, run.log.read_text()
+    found = whole(folder)
+    assert found["trained"] == 8 * 21 and set(found["dropped"]) == set(found["retried"]) == {"worker_lost"}
+    dropped = json.loads((folder / "ledger.json").read_text())["dropped_by_task"]
+    assert 0 < len(dropped) <= 5 and all(entry["count"] == 1 for entry in dropped), dropped

@@ -23,8 +23,8 @@ def start(calm, tmp_path):
     """Starts runs in one folder and ends what they leave."""
     folder = tmp_path / "run"
 
-    def one(without: str, *, resumed: bool = False) -> Run:
-        arguments = [f"resume={folder}"] if resumed else [*options(calm, steps=STEPS), f"run.dir={folder}"]
+    def one(without: str, *own: str, resumed: bool = False) -> Run:
+        arguments = [f"resume={folder}"] if resumed else [*options(calm, steps=STEPS), *own, f"run.dir={folder}"]
         return Run(arguments, folder, scripted=True, log=tmp_path / "log", without=without)
 
     yield one
@@ -72,10 +72,9 @@ def test_without_its_cursor_a_resumed_run_trains_tasks_twice(start):
 
 
 @pytest.mark.parametrize(("without", "remains"), [("", False), ("the sweeper", True)])
-def test_without_the_sweeper_what_cannot_end_itself_outlives_a_killed_driver(start, without, remains):
-    run = start(without)
+def test_without_the_sweeper_what_an_episode_left_running_outlives_a_killed_driver(start, without, remains):
+    run = start(without, "reward=tests.system.scripted_run:stray")
     run.wait_for_step(2)
-    assert run.kill("learner", signal.SIGSTOP)
     run.kill("driver")
     run.wait()
     assert bool(gone_within(run.folder, 5)) is remains

@@ -211,7 +211,7 @@ def refused(code: int, says: str, capsys) -> str:
 
 @pytest.mark.parametrize("folders", ["run.dir=runs/same", "run.dir=runs/same,runs/../runs/same"])
 def test_a_sweep_into_one_folder(project, capsys, monkeypatch, folders):
-    monkeypatch.setattr("subprocess.run", lambda *args, **options: pytest.fail("a run was started"))
+    monkeypatch.setattr("sao.multirun.run_cell", lambda command: pytest.fail("a run was started"))
     refused(train(folders, "seed=1,2", verb=("train", "-m")), "run.dir=runs/", capsys)
 
 

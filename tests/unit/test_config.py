@@ -12,7 +12,8 @@ import pytest
 import sao
 from sao.config import Config
 from sao.config_algo import cautions
-from sao.config_load import CHOICES, compose, conf_dir, expand_sweep, from_yaml, leaf_keys, overlay, to_yaml, value_of
+from sao.config_load import CHOICES, compose, conf_dir, expand_sweep, leaf_keys, overlay, value_of
+from sao.config_yaml import from_yaml, to_yaml
 from sao.errors import ConfigError
 
 BASE = ["model.path=/models/x", "data.path=tasks.jsonl", "reward.function=pkg.mod:fn"]
@@ -141,6 +142,28 @@ def test_a_resolved_config_reads_back_equal(tmp_path):
     config = compose(BASE)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert from_yaml(tmp_path / "config.yaml") == config
+
+
+DAMAGED = {
+    "zero-length": lambda text: "",
+    "cut between two lines": lambda text: text[: text.index("eval:")],
+    "one line lost": lambda text: text.replace("  batch_size:", "  #batch_size:", 1),
+    "cut in a line": lambda text: text[: text.index("rollout:")] + "x: [1, ",
+    "zeroed": lambda text: "\0" * len(text),
+    "not a mapping": lambda text: "- 1\n- 2\n",
+    "a section lost": lambda text: re.sub(r"(?m)^train:\n(  .*\n)+", "train: {}\n", text),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_config_file_is_one_sentence_and_never_filled_up_with_defaults(tmp_path, damage):
+    file = tmp_path / "config.yaml"
+    text = to_yaml(compose(BASE))
+    file.write_text(damage(text))
+    assert file.read_text() != text
+    with pytest.raises(ConfigError, match=r"config\.yaml") as caught:
+        from_yaml(file)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_overlay_changes_a_resolved_config_and_nothing_else():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sao.evals.heldout import EvalResult, Problem
 from sao.inference.protocol import EngineSnapshot
 from sao.observer import engine_metrics
 
@@ -20,3 +21,9 @@ def test_rates_are_differences_over_the_engines_own_clock():
 def test_a_replaced_engine_has_no_rate_against_the_one_before_it():
     values = engine_metrics([snapshot(100, 50, 1000, 20)], [snapshot(110, 2, 30, 1)])
     assert "engine/tokens_per_s" not in values and "engine/idle_share" not in values
+
+
+@pytest.mark.parametrize(("lost", "says"), [(0, "over 3 problems"), (2, "over 1 of 3 problems, 2 episodes failed and are left out")])
+def test_a_mean_over_a_part_does_not_look_like_one_over_all(lost, says):
+    problems = tuple(Problem(f"{i}", () if i < lost else (1.0,)) for i in range(3))
+    assert EvalResult("during", "env", 5, 1.0, 1.0, 1.0, 1.0, 3 - lost, 0, lost, 9, 1.0, 1, problems).coverage == says

@@ -16,7 +16,9 @@ from sao.agents.tool_calls import format_call
 from sao.agents.turns import Limits, run_episode
 from sao.environment import StepResult
 from sao.errors import EngineFailure, EnvironmentFailure
+from sao.inference.pool import EnginePool, LocalHandle
 from sao.inference.protocol import GenerateRequest, Generation
+from sao.inference.scripted import ScriptedEngine
 from sao.trajectory import FinishReason, SamplingSpec, Trajectory
 
 CALL = format_call("calculator", {"a": 1, "b": 2})
@@ -233,3 +235,31 @@ def _renderer():  # type: ignore[no-untyped-def]
 
         _RENDERER.append(load_renderer("chatml", make_tokenizer()))
     return _RENDERER[0]
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_time_without_an_engine_is_not_the_episodes(chatml, counted: bool) -> None:
+    """The only engine dies in a turn and its replacement needs three times the episode's limit."""
+
+    def dies(request: GenerateRequest, tokens: int) -> None:
+        if tokens:
+            raise EngineFailure("killed")
+
+    async def main() -> Trajectory:
+        pool = EnginePool([LocalHandle(ScriptedEngine("engine-0", fault=dies), "engine-0")])
+        outage = {} if counted else {"outage_s": pool.outage_s}
+        asyncio.get_running_loop().call_later(0.9, lambda: pool.admit(LocalHandle(ScriptedEngine("engine-0"), "engine-0")))
+        limits = Limits(time_limit_s=0.3, answer_grace_s=0.05)
+        return await run_episode(
+            TASK,
+            ScriptedEnvironment([DONE]),
+            chatml,
+            pool.generate,
+            episode_id=(0, 0),
+            admitted_version=0,
+            sampling=SamplingSpec(),
+            limits=limits,
+            **outage,
+        )
+
+    assert asyncio.run(main()).finish == (FinishReason.failed("time_limit") if counted else FinishReason.terminal())

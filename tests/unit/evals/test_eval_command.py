@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
+import shutil
+from pathlib import Path
 
 import pytest
 
 from sao.cli import main
-from sao.config_load import compose, to_yaml
+from sao.config_load import compose
+from sao.config_yaml import to_yaml
 from sao.evals.job import make_job, result_record, summary
-from sao.runtime.export import export
+from sao.runtime.checkpoints import Checkpoints
 from tests.unit.learner.learner_builders import save_model
 from tests.unit.test_bad_input import ROWS, write_tokenizer
 
@@ -36,11 +41,13 @@ def make_run(root, name, overrides, checkpoints):
     run = root / name
     run.mkdir()
     (run / "config.yaml").write_text(to_yaml(compose([*SMALL, *overrides])))
+    store = Checkpoints(run, keep=2)
     for checkpoint in checkpoints:
-        save_model(run / "checkpoints" / checkpoint / "policy")
-        write_tokenizer(run / "checkpoints" / checkpoint / "policy", control=True)
-        (run / "checkpoints" / checkpoint / "critic").mkdir()
-        (run / "checkpoints" / checkpoint / "critic" / "value_head.txt").write_text("critic")
+        scratch = store.begin(checkpoint)
+        save_model(scratch / "policy")
+        write_tokenizer(scratch / "policy", control=True)
+        shutil.copytree(scratch / "policy", scratch / "critic")
+        store.commit(scratch, {"version": 2, "batches_done": 2})
     return run
 
 
@@ -55,8 +62,6 @@ def test_a_run_is_evaluated_as_it_was_trained(project):
 
 
 def test_arguments_and_overrides_are_taken(project):
-    state = project / "run" / "checkpoints" / "step-000002" / "state.json"
-    state.write_text(json.dumps({"version": 2}))
     job = make_job(
         ["run=run", "checkpoint=step-000002", "n=2", "temperature=0.7", "tasks=3", "env.args.tool=false", "rollout.sampling.top_p=0.95", "engine.max_num_seqs=8"]
     )  # fmt: skip
@@ -107,6 +112,8 @@ def test_a_plain_model_needs_an_environment_and_no_run(project):
         (["run=run", "engin.threads=1"], "did you mean 'engine.threads'"),
         (["run=run", "n=1", "n=2"], "given twice"),
         (["run=run", "fast"], "key=value"),
+        (["run=run", "model.path=/nowhere"], "model.path=/nowhere has no effect with run="),
+        (["run=run", "warmstart.steps=3"], "warmstart.steps=3 has no effect with run="),
         (["run=run", "env=calculatr"], "calculatr"),
         (["run=run", "rollout.sampling.top_p=0"], "rollout.sampling.top_p=0"),
         (["run=run", "engine.max_num_seqs=abc"], "engine.max_num_seqs"),
@@ -138,13 +145,55 @@ def test_the_result_file_and_the_screen(project):
     assert record["checkpoint"] == "final" and record["pass_at"] == {"1": 0.5, "2": 1.0}
     assert record["problems"] == [{"task_id": "a", "rewards": [1.0, 1.0]}, {"task_id": "b", "rewards": [0.0]}]
     shown = summary(record)
-    assert "mean@2     0.500 [0.000, 1.000]" in shown and "pass@2 1.000" in shown and "1 failed" in shown
+    assert "mean@2     0.500 [0.000, 1.000]" in shown and "pass@2 1.000" in shown and "over 2 problems, 1 episodes failed" in shown
     assert shown.index("  b ") < shown.index("  a ")
+    record["problems"][1]["rewards"] = []
+    assert "over 1 of 2 problems" in summary(record)
+
+
+@pytest.fixture
+def ready(project, monkeypatch):
+    """An evaluation whose episodes have been run already: `outcome` gives the result, or raises."""
+    from sao.evals import job
+    from sao.evals.heldout import EvalResult, Problem
+
+    async def run(*_):
+        return ready.outcome()
+
+    def ready(*arguments):
+        return main(["eval", "run=run", "n=2", *arguments])
+
+    ready.outcome = lambda: EvalResult("final", "calculator", 0, 1.0, 0.5, 0.0, 1.0, 1, 0, 1, 99, 2.5, 2, (Problem("a", (0.5,)),))
+    monkeypatch.setattr(job, "_run", run)
+    monkeypatch.setattr(job.sweeper, "start", lambda: None)
+    return ready
+
+
+def test_figures_are_shown_when_the_disk_takes_no_result(project, ready, monkeypatch, capsys):
+    def full(self, *_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert ready() == 1
+    shown = capsys.readouterr()
+    assert "mean@2     0.500" in shown.out
+    assert re.search(r"^failed: .*n2\.json cannot be written \(No space left on device\).*make room", shown.err) and shown.err.count("\n") == 1
+
+
+def test_an_interrupted_evaluation_takes_no_name(project, ready):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    whole, ready.outcome = ready.outcome, interrupted
+    assert ready() == 130
+    ready.outcome = whole
+    assert ready() == 0 and ready() == 0
+    assert sorted(path.name for path in (project / "run/evals").glob("*.json")) == ["final-calculator-t1-n2-2.json", "final-calculator-t1-n2.json"]
 
 
 def test_an_export_is_a_plain_copy(project, capsys):
     assert main(["export", "run=run", "checkpoint=step-000002", "to=out/model"]) == 0
-    for part in ("policy/config.json", "policy/model.safetensors", "policy/tokenizer.json", "critic/value_head.txt"):
+    for part in ("policy/config.json", "policy/model.safetensors", "policy/tokenizer.json", "critic/model.safetensors"):
         assert (project / "out/model" / part).read_bytes() == (project / "run/checkpoints/step-000002" / part).read_bytes()
     assert [p.name for p in (project / "out").iterdir()] == ["model"]
     assert main(["export", "run=run", "to=out/model"]) == 2
@@ -167,12 +216,55 @@ def test_export_refuses_mistakes(project, capsys, arguments, says):
     assert not (project / "x").exists()
 
 
-def test_a_damaged_checkpoint_is_not_exported(project):
-    from sao.errors import UserError
+def cut(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
-    source = project / "run" / "checkpoints" / "final"
-    weights = source / "policy" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:40])
-    with pytest.raises(UserError, match="damaged"):
-        export(source, project / "x")
+
+def flip(file):
+    content = file.read_bytes()
+    file.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+
+
+DAMAGES = [
+    ("final", "policy/model.safetensors", cut, "policy/model.safetensors has"),
+    ("final", "critic/model.safetensors", cut, "critic/model.safetensors has"),
+    ("final", "state.json", Path.unlink, "state.json is missing"),
+    ("final", "critic", shutil.rmtree, "critic/.* is missing"),
+    ("step-000002", "policy/model.safetensors", flip, "policy/model.safetensors is not what was written; name another: checkpoint=final"),
+    ("step-000002", "manifest.json", Path.unlink, "it has no manifest"),
+]
+
+
+@pytest.mark.parametrize("verb", ["export", "eval"])
+@pytest.mark.parametrize(("checkpoint", "victim", "damage", "says"), DAMAGES)
+def test_a_damaged_checkpoint_is_neither_exported_nor_evaluated(project, capsys, verb, checkpoint, victim, damage, says):
+    damage(project / "run" / "checkpoints" / checkpoint / victim)
+    assert main([verb, "run=run", f"checkpoint={checkpoint}", *(["to=x"] if verb == "export" else [])]) == 2
+    error = capsys.readouterr().err
+    assert re.search(rf"{checkpoint} is damaged, .*{says}", error) and error.count("\n") == 1
     assert not (project / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("victim", "damage", "says"),
+    [
+        ("policy/model.safetensors", cut, "policy/model.safetensors is not whole .it has"),
+        ("critic/model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:100]), "critic/model.safetensors is not whole .its header"),
+        ("critic", shutil.rmtree, "critic is missing"),
+        ("state.json", Path.unlink, "state.json is missing"),
+    ],
+)
+def test_a_final_checkpoint_without_a_manifest_is_checked_as_far_as_can_be(project, capsys, victim, damage, says):
+    """Older versions wrote none."""
+    final = project / "run" / "checkpoints" / "final"
+    (final / "manifest.json").unlink()
+    assert main(["export", "run=run", "to=whole"]) == 0 and make_job(["run=run"]).model_path == str(final / "policy")
+    damage(final / victim)
+    assert main(["export", "run=run", "to=x"]) == 2
+    assert re.search(f"final is damaged, {says}", capsys.readouterr().err) and not (project / "x").exists()
+
+
+def test_a_model_directory_whose_weights_are_cut_off_is_refused(project, capsys):
+    cut(project / "model" / "model.safetensors")
+    assert main(["eval", "model=model", "env=calculator"]) == 2
+    assert re.search(r"model\.safetensors is damaged \(it has \d+ bytes instead of \d+\)", capsys.readouterr().err)

@@ -35,6 +35,9 @@ class LendableEngines(FakeEngines):
         self.calls.append(("engines restore", engine))
         self.lent = None
 
+    async def still_lent(self, engine):
+        return self.lent is not None
+
 
 class Workers(TimedWorkers):
     """Training episodes as usual; evaluation episodes take `eval_s` and record the weights they were asked for and met."""
@@ -74,13 +77,25 @@ class Reporter(SilentObserver):
         self.missed.append((name, version, why))
 
 
-def train(*, every, placement="hold", eval_s=2.0, broken=False, steps=6, at_start=False, at_end=False, on_result=None, publish_every=1):
+def train(
+    *,
+    every,
+    placement="hold",
+    eval_s=2.0,
+    broken=False,
+    steps=6,
+    at_start=False,
+    at_end=False,
+    on_result=None,
+    publish_every=1,
+    workers_class=Workers,
+):
     """One run with its evaluations, as sao.train does it."""
     config = make_config(staleness=2, batch=2, steps=steps, every=publish_every)
     config.eval.every, config.eval.placement, config.eval.at_end = every, placement, at_end
     config.eval.temperatures, config.eval.samples, config.engine.replicas = [1.0, 0.0], 2, 2
     engines = LendableEngines()
-    workers, learner, reporter = Workers(engines, eval_s, broken), CountingLearner(config), Reporter()
+    workers, learner, reporter = workers_class(engines, eval_s, broken), CountingLearner(config), Reporter()
     loop = TrainingLoop(config, CountingSource(), workers, learner, engines, reporter)
 
     async def main():
@@ -181,6 +196,7 @@ def test_an_evaluation_that_is_given_up_holds_nobody():
     _, _, engines, reporter, _ = train(every=3, on_result=give_up)
     assert engines.history == [1, 2, 3, 4, 5, 6]
     assert [(r.version, r.temperature) for r in reporter.results] == [(3, 1.0), (6, 1.0)]
+    assert reporter.missed == [("during", 3, "the run was stopped"), ("during", 6, "the run was stopped")]
 
 
 def test_one_that_fails_is_reported_and_the_run_goes_on():
@@ -218,6 +234,39 @@ def test_a_lent_replica_holds_nobody_and_comes_back():
         ("engines lend", "engine-1"), ("workers lend", "engine-1"), ("engines restore", "engine-1"), ("workers restore", "engine-1"),
     ] * 3  # fmt: skip
     assert engines.lent is None
+
+
+@pytest.mark.parametrize("all_fail", [False, True])
+def test_an_evaluation_that_loses_its_engine_is_missing_not_a_mean_of_what_was_left(all_fail):
+    """At version 2 the lent engine dies under the evaluation: what it had not answered yet is refused elsewhere."""
+
+    class Dying(Workers):
+        async def run(self, request):
+            outcome = await super().run(request)
+            if request.purpose == "train" or request.version != 2 or not (all_fail or request.episode_id.ordinal > 2):
+                return outcome
+            self.engines.lent = None
+            return EpisodeFailure(request.episode_id, "engine", "pinned")
+
+    for first in (False, True):
+        _, _, _, reporter, _ = train(every=2, placement="replica", eval_s=0.5, workers_class=Dying, at_start=first)
+        assert ("during", 2) not in versions(reporter) and ("during", 4) in versions(reporter)
+        assert [(name, version) for name, version, _ in reporter.missed] == [("during", 2)]
+        assert not all_fail or "3 episodes" in reporter.missed[0][2] or "6 episodes" in reporter.missed[0][2]
+        assert all_fail or "engine-1, which was lent to it, was lost, and 3 of its episodes failed" in reporter.missed[0][2]
+
+
+def test_a_first_evaluation_that_loses_its_engine_does_not_end_the_run():
+    class Dying(Workers):
+        async def run(self, request):
+            outcome = await super().run(request)
+            if request.purpose == "train" or request.version:
+                return outcome
+            self.engines.lent = None
+            return EpisodeFailure(request.episode_id, "engine", "pinned")
+
+    loop, _, _, reporter, _ = train(every=0, placement="replica", at_start=True, workers_class=Dying)
+    assert loop.complete and [(name, version) for name, version, _ in reporter.missed] == [("before", 0)]
 
 
 def test_training_goes_on_beside_a_slow_replica_and_the_next_one_is_missed():

@@ -353,3 +353,32 @@ def test_weights_are_not_tried_on_in_an_engine_that_serves():
             await pool.try_on("a", BUNDLE, 1)
 
     asyncio.run(run())
+
+
+def test_an_outage_is_counted_for_those_who_have_no_engine():
+    async def run():
+        pool = pool_of(ScriptedEngine("a"), ScriptedEngine("b"))
+        await pool.lend("b")
+        pool.remove("a", "killed")
+        await asyncio.sleep(0.05)
+        during = pool.outage_s("train"), pool.outage_s("eval")
+        pool.admit(LocalHandle(ScriptedEngine("a"), "a"))
+        after = pool.outage_s("train")
+        await asyncio.sleep(0.05)
+        return during, after, pool.outage_s("train")
+
+    (train, evaluation), after, later = asyncio.run(run())
+    assert train >= 0.05 and evaluation == 0 and train <= after == later
+
+
+def test_an_engine_that_comes_late_still_has_the_requests_whole_time():
+    """Time without an engine is not passed on to the engine as time used."""
+    seen = []
+
+    async def run():
+        pool = EnginePool([])
+        engine = ScriptedEngine("a", fault=lambda request, tokens: seen.append(request.time_limit_s))
+        asyncio.get_running_loop().call_later(0.3, lambda: pool.admit(LocalHandle(engine, "a")))
+        return await pool.generate(replace(request(), time_limit_s=0.2))
+
+    assert asyncio.run(run()).finish == "length" and seen[0] == pytest.approx(0.2, abs=0.05)

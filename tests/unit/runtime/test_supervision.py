@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from unittest.mock import MagicMock
 
 import pytest
@@ -29,6 +30,27 @@ def test_an_actor_that_dies_in_every_start_is_given_up_by_name(tmp_path, monkeyp
     with pytest.raises(SystemFailure, match="learner was lost"):
         asyncio.run(cluster.replace("learner", dead, "killed"))
     assert starts == Config().launcher.restarts
+
+
+def test_losses_of_a_learner_are_in_a_row_until_it_has_trained_a_step(tmp_path, monkeypatch):
+    """Killed half a minute after every start, it would never end; killed now and then, it goes on."""
+    cluster = Cluster(Config(), [], "model", tmp_path, on_event=lambda text: None)
+    cluster.actors["learner"] = object()
+
+    async def start_again(name: str) -> None:
+        cluster.actors[name] = object()
+        cluster._born[name] = time.monotonic() - 3600.0
+
+    async def killed(times: int) -> None:
+        for _ in range(times):
+            await cluster.replace("learner", cluster.actors["learner"], "killed")
+
+    monkeypatch.setattr(cluster, "_start_again", start_again)
+    asyncio.run(killed(5))
+    cluster.forgive("learner")
+    asyncio.run(killed(5))
+    with pytest.raises(SystemFailure, match="learner was lost 6 times, with no training step done between"):
+        asyncio.run(killed(1))
 
 
 def test_a_death_by_the_kernels_hand_is_told_with_the_key_to_lower(tmp_path, monkeypatch):

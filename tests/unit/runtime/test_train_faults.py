@@ -9,7 +9,7 @@ import pytest
 
 from sao import resume
 from sao.config import Config
-from sao.config_load import to_yaml
+from sao.config_yaml import to_yaml
 from sao.errors import SystemFailure, UserError
 from sao.train import _disk_faults
 
@@ -54,6 +54,18 @@ def test_a_run_that_has_ended_is_not_started_again_for_nothing(tmp_path):
     with pytest.raises(UserError, match=r"its 10 steps are done; set train\.steps higher"):
         resume.load(str(tmp_path), [])
     assert resume.load(str(tmp_path), ["train.steps=11"])[1] == ["train.steps: 10 -> 11"]
+
+
+def test_a_run_that_has_ended_goes_on_for_the_evaluation_after_training(tmp_path):
+    finished(tmp_path, steps=12, final=12)
+    (tmp_path / "checkpoints/final/state.json").write_text(json.dumps({"batches_done": 12, "version": 10}))
+    with pytest.raises(UserError, match="the run has ended"):
+        resume.load(str(tmp_path), [])
+    assert resume.load(str(tmp_path), ["eval.at_end=true"])[1] == ["eval.at_end: False -> True"]
+    lines = [{"eval": "after", "version": 10, "temperature": t} for t in Config().eval.temperatures]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError, match="the run has ended"):
+        resume.load(str(tmp_path), ["eval.at_end=true"])
 
 
 def test_a_run_is_not_asked_for_fewer_steps_than_it_has_done(tmp_path):
