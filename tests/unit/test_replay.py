@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from sao.cli import main
 from sao.config import Config, LoggerConfig
-from sao.config_load import to_yaml
+from sao.config_yaml import to_yaml
 from sao.errors import UserError
 from sao.learner.learner import TorchLearner
 from sao.replay.roll import replay

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from sao.cli import main
+from sao.config import Config
+from sao.config_load import overlay
+from sao.config_yaml import to_yaml
 from sao.learner.protocol import SegmentRecord
 from sao.online.history import closing_lines, read_history, summary
 from sao.report.html import write_report
@@ -48,7 +51,8 @@ def make_stream(folder, rewards_by_step, answers=None):
     """Eight prompts a step; cute until prompt 400, then chuunibyou."""
     folder.mkdir(parents=True)
     phases = "[{name: cute, start: 0, args: {style: cute}}, {name: chuunibyou, start: 400, args: {style: chuunibyou}}]"
-    (folder / "config.yaml").write_text(f"online:\n  phases: {phases}\n  shadow_drop: 0.2\ntrain:\n  batch_size: 8\nmodel:\n  path: nowhere\n")
+    stream = [f"online.phases={phases}", "online.shadow_drop=0.2", "train.batch_size=8", "model.path=nowhere"]
+    (folder / "config.yaml").write_text(to_yaml(overlay(Config(), stream)))
     writer, ordinal, lines = TrajectoryWriter(folder), 0, []
     for step, reward in enumerate(rewards_by_step):
         batch, records = [], []

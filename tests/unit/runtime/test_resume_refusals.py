@@ -14,6 +14,7 @@ from sao.cli import main
 from sao.durable import put_in_place
 from sao.report.store import write_file
 from sao.runtime import run_folder
+from sao.runtime.checkpoints import FORMAT
 from sao.runtime.run_folder import RunFolder, refuse_used, started_by, write_atomically
 from tests.unit.evals.test_eval_command import project  # noqa: F401 - a fixture
 from tests.unit.learner.learner_builders import SHAPE
@@ -61,7 +62,7 @@ def test_a_checkpoint_of_another_version_is_refused_with_both_named(run, capsys,
     facts = json.loads(manifest.read_text())
     assert facts["sao"] == started_by()
     manifest.write_text(json.dumps(facts | {"format": 0, "sao": "0.0.8"}))
-    assert f"made by SAO 0.0.8 in format 0, this is SAO {started_by()}, which reads format 1" in refused(run, capsys, *overrides)
+    assert f"made by SAO 0.0.8 in format 0, this is SAO {started_by()}, which reads format {FORMAT}" in refused(run, capsys, *overrides)
     del facts["sao"]
     manifest.write_text(json.dumps(facts | {"format": 0}))
     assert "made by SAO 0.0.9 in format 0" in refused(run, capsys, *overrides)
