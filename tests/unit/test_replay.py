@@ -20,6 +20,7 @@ from sao.errors import UserError
 from sao.learner.learner import TorchLearner
 from sao.replay.roll import replay
 from sao.report.metrics import MetricsWriter
+from sao.report.steps import step_name
 from sao.report.store import TrajectoryWriter, read_trajectories, step_path, write_file
 from sao.runtime.checkpoints import Checkpoints
 from sao.runtime.lineage import last_gap, stretch_of, stretches, took_over
@@ -57,9 +58,9 @@ class Run:
             self.writer.write(step, trajectories, report.records, version)
             self.metrics.log("train", step, report.metrics)
             if (step + 1) % self.every == 0:
-                scratch = self.checkpoints.begin(step + 1)
+                scratch = self.checkpoints.begin(step_name(step + 1))
                 learner.save(str(scratch))
-                self.checkpoints.commit(scratch, step + 1, {"version": learner.version, "batches_done": step + 1})
+                self.checkpoints.commit(scratch, {"version": learner.version, "batches_done": step + 1})
         return learner
 
 
