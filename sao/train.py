@@ -28,7 +28,7 @@ from sao.report.html import write_report
 from sao.report.live import DONE
 from sao.rewards.preflight import check_rewards, check_scores
 from sao.runtime import sweeper
-from sao.runtime.checkpoints import FOLDER, Checkpoint
+from sao.runtime.checkpoints import Checkpoint
 from sao.runtime.cluster import Cluster
 from sao.runtime.models import check_tokenizer, facts, prepare
 from sao.runtime.plan import check_plan, machine, make_plan
@@ -179,7 +179,7 @@ class Job:
             checkpointer = RunCheckpointer(self.store, learner, observer.event)
             loop = TrainingLoop(config, self.source, workers, learner, engines, observer, checkpointer, folder.incarnation)
             observer.attach(loop)
-            loop.guard = self.guard = make_guard(config, learner, loop.ledger, observer, self.source, folder.path / FOLDER)
+            loop.guard = self.guard = make_guard(config, learner, loop.ledger, observer, self.source, self.store.checkpoints)
             if folder.incarnation:
                 await self._go_back(loop, learner)
             self.loop = loop

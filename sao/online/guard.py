@@ -17,6 +17,7 @@ mean that is no fall; without roll-back on reward, at once.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -30,7 +31,7 @@ from sao.config import Config, OnlineConfig
 from sao.environment import Task
 from sao.evals.heldout import EvalResult
 from sao.ledger import Ledger
-from sao.runtime.checkpoints import STATE
+from sao.runtime.checkpoints import STATE, Checkpoints
 from sao.tasks.source import TaskSource
 from sao.trajectory import TrajectoryMeta
 
@@ -93,15 +94,18 @@ class Reporter(Protocol):
 
 
 class Guard:
-    """One per run. folder: the run's checkpoints. tasks: held-out tasks of every phase. `shadow` is set before the first version comes."""
+    """One per run. checkpoints: the run's. tasks: held-out tasks of every phase. `shadow` is set before the first version comes."""
 
     shadow: Shadow
 
-    def __init__(self, online: OnlineConfig, learner: KeptLearner, ledger: Ledger, reporter: Reporter, tasks: Sequence[Task], folder: Path) -> None:
+    def __init__(
+        self, online: OnlineConfig, learner: KeptLearner, ledger: Ledger, reporter: Reporter, tasks: Sequence[Task], checkpoints: Checkpoints
+    ) -> None:
         self.online = online
         self.learner, self.ledger, self.reporter = learner, ledger, reporter
         self.tasks = tasks
-        self.good, self.candidate = folder / "good", folder / "candidate"
+        self.checkpoints = checkpoints
+        self.good, self.candidate = checkpoints.folder / "good", checkpoints.folder / "candidate"
         self.watch = FallWatch(online.rollback_window, online.rollback_fall)
         self.counts: Counter[str] = Counter({"refused": 0, "rolled_back": 0})
         self.serving: tuple[str, float] | None = None  # phase and held-out mean of the weights that serve
@@ -215,22 +219,22 @@ class Guard:
 
     async def _keep(self, folder: Path, version: int) -> None:
         """The learner's state and the ledger's mark, whole or not at all."""
-        scratch = folder.with_name(f".making-{folder.name}")
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
+        state = {"version": version, "ledger": self.ledger.mark()}
+        scratch = await asyncio.to_thread(self.checkpoints.begin, folder.name)
         await self.learner.save(str(scratch), [])
-        (scratch / STATE).write_text(json.dumps({"version": version, "ledger": self.ledger.mark()}))
-        _replace(scratch, folder)
+        await asyncio.to_thread(self.checkpoints.commit, scratch, state)
 
 
-def make_guard(config: Config, learner: KeptLearner, ledger: Ledger, reporter: Reporter, source: TaskSource, folder: Path) -> Guard | None:
+def make_guard(
+    config: Config, learner: KeptLearner, ledger: Ledger, reporter: Reporter, source: TaskSource, checkpoints: Checkpoints
+) -> Guard | None:
     """The guard that a configuration asks for, or None."""
     online = config.online
     if online.shadow_drop == 0 and online.rollback_fall == 0:
         return None
     regimes = len({phase.name for phase in online.phases}) or 1
     tasks = source.held_out(online.shadow_tasks * regimes) if online.shadow_drop > 0 else []
-    return Guard(online, learner, ledger, reporter, tasks, folder)
+    return Guard(online, learner, ledger, reporter, tasks, checkpoints)
 
 
 def _replace(source: Path, target: Path) -> None:

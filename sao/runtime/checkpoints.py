@@ -6,6 +6,7 @@
         buffer.parquet        finished trajectories that waited for a batch
         state.json            ledger, task cursors, versions (the driver's part)
         manifest.json         every file with its size and SHA-256; written last
+    checkpoints/good/         what a run with a guard goes back to (sao/online/guard.py); its state.json has the version and the ledger's mark
     checkpoints/final/        the trained models of a run that has ended: policy/, critic/, state.json (two counters) and manifest.json
 
 A checkpoint is made in a hidden folder beside its place, synced and renamed, so a crash leaves none half-visible. One whose files do not
@@ -54,7 +55,7 @@ class Checkpoints:
         self.keep = keep
 
     def begin(self, name: str) -> Path:
-        """An empty folder to write the checkpoint `name` into (`step_name(step)` or FINAL), the leftover of an interrupted one removed."""
+        """An empty folder to write the checkpoint `name` into (`step_name(step)`, FINAL or another), the leftover of an interrupted one removed."""
         scratch = self.folder / f"{_MAKING}{name}"
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
@@ -63,12 +64,12 @@ class Checkpoints:
     def commit(self, scratch: Path, state: dict[str, Any]) -> Path:
         """Add the driver's state and the manifest, make everything durable, and give the checkpoint its name. Raises OSError when the disk does.
 
-        scratch: what `begin` gave. state: JSON-compatible, with `batches_done`.
+        scratch: what `begin` gave. state: JSON-compatible.
         """
         (scratch / STATE).write_text(json.dumps(state))
         files = [path for path in sorted(scratch.rglob("*")) if path.is_file()]
         manifest = {str(path.relative_to(scratch)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in files}
-        facts = {"format": FORMAT, "sao": started_by(), "step": state["batches_done"], "files": manifest}
+        facts = {"format": FORMAT, "sao": started_by(), "step": state.get("batches_done"), "files": manifest}
         (scratch / MANIFEST).write_text(json.dumps(facts, indent=1))
         for path in [*files, scratch / MANIFEST]:
             sync(path)

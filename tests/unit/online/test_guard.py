@@ -16,6 +16,7 @@ from sao.loop import TrainingLoop
 from sao.online.guard import FallWatch, Guard
 from sao.rollout.episodes import EpisodeFailure
 from sao.rollout.staleness import Finished
+from sao.runtime.checkpoints import Checkpoints, damage
 from sao.train import _first as first_error
 from sao.trajectory import EpisodeId
 from tests.fakes import CountingLearner, CountingSource, SilentObserver, make_trajectory
@@ -125,7 +126,7 @@ class Observer(SilentObserver):
     def evaluation(self, result): ...
 
 
-class Checkpoints:
+class Checkpointer:
     def __init__(self):
         self.steps, self.last = [], None
 
@@ -138,9 +139,9 @@ def train(folder, *, poisoned=(), shadow=0.0, fall=0.0, steps=24, placement="hol
     config = make_config(staleness=TAU, batch=BATCH, steps=steps)
     config.eval.placement, config.checkpoint.every = placement, 0
     config.online.shadow_drop, config.online.rollback_fall, config.online.rollback_window, config.online.shadow_tasks = shadow, fall, 2 * BATCH, 4
-    engines, learner, observer, checkpoints = Engines(), Learner(config, poisoned), Observer(), Checkpoints()
-    loop = TrainingLoop(config, CountingSource(), Workers(engines, **workers), learner, engines, observer, checkpoints)
-    guard = loop.guard = Guard(config.online, learner, loop.ledger, observer, HELD_OUT, folder)
+    engines, learner, observer, checkpointer = Engines(), Learner(config, poisoned), Observer(), Checkpointer()
+    loop = TrainingLoop(config, CountingSource(), Workers(engines, **workers), learner, engines, observer, checkpointer)
+    guard = loop.guard = Guard(config.online, learner, loop.ledger, observer, HELD_OUT, Checkpoints(folder, keep=2))
 
     async def main():
         async with asyncio.TaskGroup() as group:
@@ -152,16 +153,17 @@ def train(folder, *, poisoned=(), shadow=0.0, fall=0.0, steps=24, placement="hol
     audit = loop.ledger.audit()
     assert audit["closes"] and loop.ledger.outstanding == 0 and max(learner.staleness) <= TAU
     assert loop.version == steps and not loop.workers.lent
-    return loop, learner, engines, observer, checkpoints
+    return loop, learner, engines, observer, checkpointer
 
 
 def test_a_poisoned_update_never_serves(tmp_path):
-    loop, learner, engines, observer, checkpoints = train(tmp_path, poisoned={12}, shadow=0.3)
+    loop, learner, engines, observer, checkpointer = train(tmp_path, poisoned={12}, shadow=0.3)
     assert [version for version, _ in engines.served] == list(range(1, 25))  # versions go on one by one
     assert {quality for _, quality in engines.served} == {0.9}
     assert learner.went_back == [13] and observer.shadows[12] == (13, False) and sum(not passed for _, passed in observer.shadows) == 1
     assert loop.guard.metrics()["online/refused"] == 1.0 and loop.guard.metrics()["online/rolled_back"] == 0.0
-    assert 13 in checkpoints.steps  # nothing trains again what was undone
+    assert damage(tmp_path / "checkpoints/good") is None  # `sao eval checkpoint=good` takes it
+    assert 13 in checkpointer.steps  # nothing trains again what was undone
 
 
 def test_what_a_roll_back_undid_is_dropped_by_name(tmp_path):
@@ -179,13 +181,13 @@ def test_without_a_guard_the_poison_serves(tmp_path):
 
 
 def test_reward_that_falls_brings_the_last_good_version_back(tmp_path):
-    loop, learner, engines, observer, checkpoints = train(tmp_path, poisoned={12}, fall=0.5)
+    loop, learner, engines, observer, checkpointer = train(tmp_path, poisoned={12}, fall=0.5)
     bad = [version for version, quality in engines.served if quality < 0.5]
     assert bad and bad[0] == 13 and bad[-1] < 20 and engines.served[-1] == (24, 0.9)
     assert len(learner.went_back) == 1 and loop.guard.metrics()["online/rolled_back"] == 1.0
     assert any("reward fell" in text for text in observer.events)
     assert loop.ledger.audit()["prompts"]["dropped"]["rolled_back"] >= (bad[-1] - 12) * BATCH
-    assert learner.went_back[0] in checkpoints.steps
+    assert learner.went_back[0] in checkpointer.steps
 
 
 def test_a_state_kept_after_the_poison_is_not_the_one_to_go_back_to(tmp_path):
@@ -234,9 +236,9 @@ def test_one_that_fails_twice_ends_the_run(tmp_path):
 
 
 def test_a_guard_that_is_resumed_knows_what_it_knew(tmp_path):
-    loop, learner, _, observer, checkpoints = train(tmp_path, poisoned={12}, shadow=0.3, fall=0.5)
-    again = Guard(loop.config.online, learner, loop.ledger, observer, HELD_OUT, tmp_path)
-    again.load_state_dict(checkpoints.last["guard"])
+    loop, learner, _, observer, checkpointer = train(tmp_path, poisoned={12}, shadow=0.3, fall=0.5)
+    again = Guard(loop.config.online, learner, loop.ledger, observer, HELD_OUT, Checkpoints(tmp_path, keep=2))
+    again.load_state_dict(checkpointer.last["guard"])
     assert again.state_dict() == loop.guard.state_dict() and again.metrics()["online/refused"] == 1.0
 
 
