@@ -459,6 +459,7 @@ class EnginePool:
                     if member.tried is not None:
                         member.lent, member.tried = False, None
                         self._router.forget(member.handle.name)
+                        self._changed()
                         self._arrival.set()
             if not reports:
                 self._arrival.clear()

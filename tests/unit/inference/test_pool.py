@@ -325,6 +325,9 @@ def test_weights_are_tried_on_in_a_lent_engine_and_serve_nobody():
         await driver.begin_incarnation(1)
         reports = await driver.publish(BUNDLE, 1)
         await worker.restore("a")
+        stood = [pool.outage_s() for pool in (driver, worker)]
+        await asyncio.sleep(0.02)
+        assert stood == [pool.outage_s() for pool in (driver, worker)] and min(stood) >= 0.05  # the clocks of episodes stood, and go on
         return evaluated, waits, reports, await training, driver.lent
 
     evaluated, waits, reports, trained, lent = asyncio.run(run())
