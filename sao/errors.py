@@ -7,6 +7,8 @@ never turned into data (a reward of 0, an empty answer).
 
 from __future__ import annotations
 
+INTERRUPTED = 130  # exit code of a command that was asked to stop, by signal or Ctrl-C
+
 
 class SaoError(Exception):
     """Base of every deliberate error."""
