@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sao.errors import ConfigError, SystemFailure, UserError
+from sao.errors import INTERRUPTED, ConfigError, SystemFailure, UserError
 
 EVAL_HELP = "run=FOLDER (or model=DIRECTORY env=NAME) [env=NAME] [checkpoint=final] [n=4] [temperature=1.0] [tasks=256] and any override of the run's configuration"
 OVERRIDES_HELP = "Hydra overrides: group=choice or key=value, for instance experiment=demo train.steps=50"
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         if not _reader_is_gone():
             raise

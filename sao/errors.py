@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+INTERRUPTED = 130  # exit code of a command that was asked to stop, by signal or Ctrl-C
+
 
 class SaoError(Exception):
     """Base of every deliberate error."""

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sao.config_load import compose, expand_sweep
-from sao.errors import ConfigError
+from sao.errors import INTERRUPTED, ConfigError
 from sao.runtime import sweeper
-
-INTERRUPTED = 130
 
 
 def run_sweep(overrides: Sequence[str]) -> int:

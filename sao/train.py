@@ -17,7 +17,7 @@ from sao.config_algo import cautions
 from sao.config_load import environments
 from sao.config_yaml import to_yaml
 from sao.environment import Task
-from sao.errors import ConfigError, SaoError, SystemFailure
+from sao.errors import INTERRUPTED, ConfigError, SaoError, SystemFailure
 from sao.evals.schedule import Evaluations
 from sao.inference.pool import EnginePool
 from sao.loop import TrainingLoop
@@ -39,7 +39,6 @@ from sao.runtime.run_store import RunCheckpointer, RunStore
 from sao.runtime.saved import evaluated, evaluation_due
 from sao.tasks.source import TaskSource, build_held_out, build_source, check_arguments
 
-INTERRUPTED = 130
 OUTCOME = "outcome.json"  # how the run ended, for its report
 PROBES = 4  # tasks of each environment that are opened before anything starts
 
