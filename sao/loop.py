@@ -277,6 +277,8 @@ class TrainingLoop:
         self.batches_done = step + 1
         if self.guard is not None:
             self.guard.saw([item.meta for item in batch])
+            if self.batches_done == self.actor_from:
+                await self.guard.critic_ready(self.version)
         return report
 
     async def _next_batch(self, *, advance: bool) -> list[Finished[Any]] | None:
@@ -386,7 +388,8 @@ class TrainingLoop:
             self._readmit(batch)
             report = await self._learn(batch, step)
             seconds = time.monotonic() - started
-            self.observer.step(StepRow(step, report, batch, version, 0.0, seconds, 0.0, seconds))
+            metrics = self.guard.metrics() if self.guard is not None else {}
+            self.observer.step(StepRow(step, report, batch, version, 0.0, seconds, 0.0, seconds, metrics=metrics))
         self._drop_surplus()
         await self._publish()
 

@@ -62,6 +62,10 @@ class Guard(Protocol):
         """A batch was trained."""
         ...
 
+    async def critic_ready(self, version: int) -> None:
+        """The steps that train the critic alone are done."""
+        ...
+
     async def passes(self, version: int, weights: Any) -> bool: ...
 
     async def go_back(self, version: int) -> Mapping[str, Any]:

@@ -145,6 +145,13 @@ class Evaluations:
         `eval.placement` says which: with hold all of them, and generation for training waits; with replica one, and the others go on. An evaluation
         that still runs is waited for. What fails is tried once more; raises its SystemFailure then.
         """
+        return await self._twice(tasks, version, weights)
+
+    async def serving(self, tasks: Sequence[Task]) -> EvalResult:
+        """The same of the weights that serve, which the engines keep."""
+        return await self._twice(tasks, self.loop.published_version, None)
+
+    async def _twice(self, tasks: Sequence[Task], version: int, weights: Any | None) -> EvalResult:
         if self.running is not None:
             await asyncio.wait({self.running})
         try:
@@ -153,17 +160,19 @@ class Evaluations:
             self.reporter.evaluation_missed("shadow", version, f"{failure}; it is tried once more")
             return await self._shadow(tasks, version, weights)
 
-    async def _shadow(self, tasks: Sequence[Task], version: int, weights: Any) -> EvalResult:
+    async def _shadow(self, tasks: Sequence[Task], version: int, weights: Any | None) -> EvalResult:
         for _ in range(math.ceil(self.config.engine.start_timeout_s / ENGINE_POLL_S)):
             if self.engines.live:
                 break
             await asyncio.sleep(ENGINE_POLL_S)  # the only engine is being replaced
-        borrowed = self.engines.live if self.config.eval.placement == "hold" else self.engines.live[-1:]
+        live = self.engines.live
+        held = tuple(engine for engine in live if engine in self._borrowed)  # by the evaluation before this one, which nothing has followed yet
+        borrowed = live if self.config.eval.placement == "hold" else (held or live)[-1:]
         for engine in borrowed:
             await self.engines.lend(engine)
             await self.workers.lend(engine)
             self._borrowed.append(engine)
-        for engine in borrowed:
+        for engine in borrowed if weights is not None else ():
             await self.engines.try_on(engine, weights, version)
         return await evaluate(
             self.loop.workers,
