@@ -329,7 +329,7 @@ class TrainingLoop:
         if self.after_publication is not None:
             await self.after_publication(self.version)
         if undone:
-            await self._checkpoint()  # a recovery must not train again what was undone
+            await self._checkpoint(needed=True)  # a recovery must not train again what was undone
         return held
 
     async def _go_back(self, guard: Guard) -> Any:
@@ -423,9 +423,9 @@ class TrainingLoop:
         replayed = {item.meta.episode_id for item in batch}
         self.buffer.items = [item for item in self.buffer.items if item.meta.episode_id not in replayed]
 
-    async def _checkpoint(self) -> None:
+    async def _checkpoint(self, *, needed: bool = False) -> None:
         if self.checkpointer is not None:
-            await self.checkpointer.save(self.state_dict(), [item.handle for item in self.buffer.items])
+            await self.checkpointer.save(self.state_dict(), [item.handle for item in self.buffer.items], needed=needed)
             self._checkpointed = self.batches_done
 
     # ------------------------------------------------------------------ waking up

@@ -42,8 +42,11 @@ class LearnerHandle(Protocol):
 class Checkpointer(Protocol):
     """Keeps what a run needs to go on after a crash."""
 
-    async def save(self, state: dict[str, Any], buffered: Sequence[Any]) -> None:
-        """Store the loop's state, the learner's, and the trajectories behind the `buffered` handles, all of the same moment."""
+    async def save(self, state: dict[str, Any], buffered: Sequence[Any], *, needed: bool = False) -> None:
+        """Store the loop's state, the learner's, and the trajectories behind the `buffered` handles, all of the same moment.
+
+        One that cannot be stored is left out, unless it is `needed`: then it raises what is in the way.
+        """
         ...
 
 

@@ -32,6 +32,7 @@ from typing import Any, Protocol
 
 from sao.config import Config, OnlineConfig
 from sao.environment import Task
+from sao.errors import CheckpointFailure
 from sao.evals.heldout import EvalResult
 from sao.ledger import Ledger
 from sao.runtime.checkpoints import STATE, Checkpoints, damage
@@ -167,9 +168,13 @@ class Guard:
             return False
         self._settle_candidate()
         if self._pending is None and version >= self.kept_version + KEEP_EVERY:
-            await self._keep(self.candidate, version)
-            self.kept_version = self._pending = version
+            self.kept_version = version
             self._proof.clear()
+            try:
+                await self._keep(self.candidate, version)
+                self._pending = version
+            except (CheckpointFailure, OSError) as error:
+                self.reporter.event(f"version {version} could not be kept, a roll-back would go further back: {error}")
             self._settle_candidate()
         return True
 

@@ -11,6 +11,7 @@ import pytest
 
 from sao.config import OnlineConfig, PhaseConfig
 from sao.environment import Task
+from sao.errors import CheckpointFailure
 from sao.evals.schedule import Evaluations
 from sao.inference.protocol import PublishReport
 from sao.ledger import Ledger
@@ -133,10 +134,12 @@ class Observer(SilentObserver):
 
 class Checkpointer:
     def __init__(self):
-        self.steps, self.last = [], None
+        self.steps, self.last, self.counts = [], None, {"refused": 0, "rolled_back": 0}
 
-    async def save(self, state, buffered):
+    async def save(self, state, buffered, *, needed=False):
         self.steps.append(state["batches_done"])
+        assert needed == (state["guard"]["counts"] != self.counts)  # exactly those that follow a roll-back
+        self.counts = state["guard"]["counts"]
         self.last = json.loads(json.dumps(state))
 
 
@@ -376,6 +379,20 @@ def test_killed_while_the_candidate_takes_the_place_of_the_good_one(tmp_path, mo
     assert kept(guard, "good") is None
     again = make_guard_at(tmp_path, checkpoint)
     assert kept(again, "good") == 5 and damage(again.good) is None
+
+
+def test_a_disk_that_takes_no_more_leaves_the_good_state_and_the_run(tmp_path):
+    guard = make_guard_at(tmp_path)
+
+    async def save(directory, buffered):
+        raise CheckpointFailure("the disk is full")
+
+    guard.learner.save, original = save, guard.learner.save
+    pass_on(guard, 5, 6, 7, 8)
+    assert kept(guard, "good") == 0 and guard.state_dict()["pending"] is None and "disk is full" in guard.reporter.events[-1]
+    guard.learner.save = original
+    pass_on(guard, 9, 10, 11, 12)
+    assert kept(guard, "good") == 10
 
 
 def test_a_resume_knows_which_phase_it_is_in(tmp_path):
