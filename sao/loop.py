@@ -317,9 +317,9 @@ class TrainingLoop:
             await asyncio.gather(*self._holds, return_exceptions=True)  # whoever started them hears of their failures
             self._holds.clear()
             held = time.monotonic() - started
-        weights, undone = await self.learner.gather(), False
+        weights, undone = await self.learner.gather(), None
         if self.guard is not None and not await self.guard.passes(self.version, weights):
-            weights, undone = await self._go_back(self.guard), True
+            weights, undone = await self._go_back(self.guard)
         reports = await self.engines.publish(weights, self.version)
         self.published_version = self.version
         self.ledger.published()
@@ -328,15 +328,21 @@ class TrainingLoop:
         self.observer.publication(self.version, reports, time.monotonic() - started - held)
         if self.after_publication is not None:
             await self.after_publication(self.version)
-        if undone:
+        if undone is not None:
             await self._checkpoint(needed=True)  # a recovery must not train again what was undone
+            for loss in undone:
+                self.observer.lost(loss)
         return held
 
-    async def _go_back(self, guard: Guard) -> Any:
-        """Undo what was trained since the last good version. Returns its weights, which take the number of the refused ones."""
-        mark = await guard.go_back(self.version)
-        self.ledger.undo(mark, "rolled_back")
-        return await self.learner.gather()
+    async def _go_back(self, guard: Guard) -> tuple[Any, list[Loss]]:
+        """Undo what was trained since the last good version. Returns its weights, which take the number of the refused ones, and what was undone."""
+        good, trained = await guard.go_back(self.version)
+        message = f"trained, then undone: version {self.version} was refused and version {good} came back; its tokens are in the file of its step"
+        losses = []
+        for entry in self.ledger.undo(trained, "rolled_back"):
+            where = entry.task_id, entry.environment, entry.workload
+            losses.append(Loss(entry.episode_id, *where, "rolled_back", message, entry.tokens, entry.version, self.batches_done - 1, False, None))
+        return await self.learner.gather(), losses
 
     # ------------------------------------------------------------------ going on after a crash
 

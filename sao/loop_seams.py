@@ -71,8 +71,8 @@ class Guard(Protocol):
 
     async def passes(self, version: int, weights: Any) -> bool: ...
 
-    async def go_back(self, version: int) -> Mapping[str, Any]:
-        """Restore good weights in the learner as `version`; returns the ledger's mark of the moment they were made."""
+    async def go_back(self, version: int) -> tuple[int, int]:
+        """Restore good weights in the learner as `version`; returns their own version and how many episodes had been trained in them."""
         ...
 
     async def published(self) -> None: ...

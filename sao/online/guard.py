@@ -113,6 +113,7 @@ class Guard:
     ) -> None:
         self.online = online
         self.learner, self.ledger, self.reporter = learner, ledger, reporter
+        self.ledger.undoable = []
         self.tasks = tasks
         self.checkpoints = checkpoints
         self.good, self.candidate = checkpoints.folder / "good", checkpoints.folder / "candidate"
@@ -178,16 +179,15 @@ class Guard:
             self._settle_candidate()
         return True
 
-    async def go_back(self, version: int) -> Mapping[str, Any]:
-        """The learner holds the last good weights again, as `version`. Returns the ledger's mark of the moment they were made."""
+    async def go_back(self, version: int) -> tuple[int, int]:
+        """The learner holds the last good weights again, as `version`. Returns their own version, and how many episodes the ledger had trained then."""
         state = json.loads((self.good / STATE).read_text())
         await self.learner.go_back(str(self.good), version)
         self.reporter.event(f"went back to the weights of version {state['version']}, which serve as version {version}")
         self.kept_version, self._pending = version, None
         self.serving = None
         self._proof.clear()
-        mark: Mapping[str, Any] = state["ledger"]
-        return mark
+        return int(state["version"]), int(state["trained"])
 
     async def published(self) -> None:
         """The engines have what was decided; borrowed ones serve again."""
@@ -252,10 +252,11 @@ class Guard:
                 return
         self._pending = None
         _replace(self.candidate, self.good)
+        self.ledger.for_good(json.loads((self.good / STATE).read_text())["trained"])
 
     async def _keep(self, folder: Path, version: int) -> None:
-        """The learner's state and the ledger's mark, whole or not at all."""
-        state = {"version": version, "ledger": self.ledger.mark()}
+        """The learner's state, and how many episodes are trained in it; whole or not at all."""
+        state = {"version": version, "trained": self.ledger.trained}
         scratch = await asyncio.to_thread(self.checkpoints.begin, folder.name)
         await self.learner.save(str(scratch), [])
         await asyncio.to_thread(self.checkpoints.commit, scratch, state)

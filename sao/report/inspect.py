@@ -41,6 +41,7 @@ _MASKS = {
     DROPPED: "out: episode dropped",
     FROZEN: "out: actor frozen",
 }
+IN_A_BATCH = {"truncated": "in step {}'s batch but not trained", "rolled_back": "trained in step {}, then undone"}  # losses whose tokens lie there
 PIPED_WIDTH = 200  # columns where no terminal says how many there are
 SHOWN_LOSSES = 400
 
@@ -130,7 +131,7 @@ def _fate(loss: Dropped, trained: set[int]) -> str:
     """What became of the prompt. A resumed run goes back to before some of its losses and may train their prompts after all."""
     if loss.retried:
         return "tried again"
-    if loss.episode_id.ordinal in trained and loss.reason != "truncated":
+    if loss.episode_id.ordinal in trained and loss.reason not in IN_A_BATCH:
         return "dropped, but the resumed run trained it"
     return "dropped"
 
@@ -163,9 +164,9 @@ def _episode(run_dir: Path, name: Name, step: int | None, steps: list[int], cons
         raise UserError(f"episode {shown} does not exist in {run_dir}; of {ordinal} there is {there}")
     run = load_run_settings(run_dir)
     view = _View(console, run)
-    cut = {loss.episode_id: loss for loss in losses if loss.reason == "truncated"}
+    cut = {loss.episode_id: loss for loss in losses if loss.reason in IN_A_BATCH}
     for loss in losses:
-        if attempt in (None, loss.episode_id.attempt) and not (loss.reason == "truncated" and trained):
+        if attempt in (None, loss.episode_id.attempt) and not (loss.reason in IN_A_BATCH and trained):
             view.loss(loss, read_tokens(run_dir, loss), retrained=bool(trained))
     for stored in trained:
         if attempt in (None, stored.trajectory.episode_id.attempt):
@@ -189,9 +190,9 @@ class _View:
         self.band = f"; band ({1 - low:.4g}, {1 + high:.4g})" if isinstance(low, float | int) and isinstance(high, float | int) else ""
 
     def trained(self, stored: StoredEpisode, cut: Dropped | None) -> None:
-        """An episode that was in a batch. cut: its loss, when the batch left it out."""
+        """An episode that was in a batch. cut: its loss, when the batch left it out or was undone."""
         t = stored.trajectory
-        what = f"in step {stored.step}'s batch but not trained" if cut else f"step {stored.step}"
+        what = (IN_A_BATCH[cut.reason] if cut else "step {}").format(stored.step)
         self.console.rule(f"episode {t.episode_id} · {what} · reward {t.reward:.3g} · {t.finish}", style="cyan")
         self._say(
             f"{t.environment}, task {t.task_id}; admitted at version {t.admitted_version}, trained at {stored.trained_at_version}, "

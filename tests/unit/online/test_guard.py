@@ -23,7 +23,7 @@ from sao.runtime.checkpoints import Checkpoints, damage
 from sao.train import _first as first_error
 from sao.trajectory import EpisodeId
 from tests.fakes import CountingLearner, CountingSource, SilentObserver, make_trajectory
-from tests.unit.test_loop import make_config
+from tests.unit.test_loop import make_config, told
 from tests.virtual_time import run
 
 HELD_OUT = [Task(f"held-{i}", "fake", {"index": i}, workload=name) for i in range(4) for name in ("default", "second")]
@@ -162,6 +162,7 @@ def train(folder, *, poisoned=(), learns=0.0, phases=(), shadow=0.0, fall=0.0, s
     run(main())
     audit = loop.ledger.audit()
     assert audit["closes"] and loop.ledger.outstanding == 0 and max(learner.staleness) <= TAU
+    told(loop)
     assert loop.version == steps and not loop.workers.lent
     return loop, learner, engines, observer, checkpointer
 
@@ -181,7 +182,10 @@ def test_what_a_roll_back_undid_is_dropped_by_name(tmp_path):
     loop, *_ = train(tmp_path, poisoned={12}, shadow=0.3)
     audit = loop.ledger.audit()
     assert audit["prompts"]["dropped"] == {"rolled_back": 3 * BATCH} and audit["prompts"]["trained"] == 21 * BATCH
-    assert audit["tokens"]["dropped"]["rolled_back"] > 0
+    assert audit["tokens"]["dropped"]["rolled_back"] == 2 * 3 * BATCH  # two tokens each
+    lost = [loss for loss in loop.observer.losses if loss.reason == "rolled_back"]
+    assert {loss.episode_id for loss in lost} == {t.episode_id for batch in loop.learner.batches[10:13] for t in batch} and len(lost) == 3 * BATCH
+    assert "version 13 was refused and version 10 came back" in lost[0].message
 
 
 def test_without_a_guard_the_poison_serves(tmp_path):
@@ -431,21 +435,33 @@ def test_a_watch_of_0_is_off():
     assert not watch.fallen
 
 
-def test_a_mark_is_what_undo_goes_back_to():
+def train_one(ledger, ordinal, workload):
+    trajectory = make_trajectory(EpisodeId(ordinal), task=f"task-{ordinal}", versions=(0, 0), workload=workload)
+    ledger.submit(EpisodeId(ordinal), f"task-{ordinal}", "fake", workload, 0)
+    ledger.finish(trajectory.meta())
+    ledger.take([EpisodeId(ordinal)])
+    ledger.settle([EpisodeId(ordinal)], awaits_publication=False)
+
+
+def test_what_was_trained_since_is_undone_by_name():
     ledger = Ledger()
-
-    def train_one(ordinal, workload):
-        trajectory = make_trajectory(EpisodeId(ordinal), versions=(0, 0), workload=workload)
-        ledger.submit(EpisodeId(ordinal), "t", "fake", workload, 0)
-        ledger.finish(trajectory.meta())
-        ledger.take([EpisodeId(ordinal)])
-        ledger.settle([EpisodeId(ordinal)], awaits_publication=False)
-
-    train_one(0, "a")
-    mark = json.loads(json.dumps(ledger.mark()))
-    train_one(1, "a")
-    train_one(2, "b")
-    ledger.undo(mark, "rolled_back")
+    ledger.undoable = []
+    for ordinal, workload in enumerate("aab"):
+        train_one(ledger, ordinal, workload)
+    assert [entry.task_id for entry in ledger.undo(1, "rolled_back")] == ["task-1", "task-2"]
     audit = ledger.audit()
     assert audit["closes"] and audit["prompts"]["trained"] == 1 and audit["prompts"]["dropped"] == {"rolled_back": 2}
     assert audit["workloads"] == {"a": {"submitted": 2, "trained": 1}, "b": {"submitted": 1, "trained": 0}}
+    assert {row["task"] for row in audit["dropped_by_task"]} == {"task-1", "task-2"}
+
+
+def test_what_a_resume_may_yet_undo_is_in_the_ledgers_state():
+    ledger, again = Ledger(), Ledger()
+    ledger.undoable, again.undoable = [], []
+    for ordinal in range(4):
+        train_one(ledger, ordinal, "a")
+    ledger.for_good(1)
+    again.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    assert again.state_dict() == ledger.state_dict()
+    assert [entry.episode_id for entry in again.undo(2, "rolled_back")] == [EpisodeId(2), EpisodeId(3)]
+    assert again.undo(2, "rolled_back") == [] and again.audit()["closes"]
