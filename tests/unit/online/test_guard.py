@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from sao.config import OnlineConfig, PhaseConfig
 from sao.environment import Task
@@ -67,7 +70,7 @@ class Engines:
 
     async def publish(self, weights, version):
         await asyncio.sleep(0.1)
-        assert version > self.version
+        assert version > self.version or version == 0  # a resume gives the engines what they begin with
         self.version, self.quality, self.tried = version, weights["quality"], None
         self.served.append((version, weights["quality"]))
         self.lent.clear()
@@ -404,6 +407,69 @@ def test_a_resume_knows_which_phase_it_is_in(tmp_path):
     guard.online.phases = [PhaseConfig("second")]
     guard.saw([make_trajectory(0, workload="second").meta()])
     assert make_guard_at(tmp_path / "other", guard.state_dict()).phase == "second"
+
+
+class Killable:
+    """What a run has on its disk beside the guard's states: the newest checkpoint and the batch of every step."""
+
+    def __init__(self):
+        self.checkpoint, self.batches = None, {}
+
+    def sitting(self, folder, until, poisoned, **online):
+        """One process's life, to the end or to a sudden death at `until` seconds."""
+        config = make_config(staleness=TAU, batch=BATCH, steps=20, critic_only=2)
+        config.checkpoint.every = 3
+        config.online = OnlineConfig(rollback_window=2 * BATCH, shadow_tasks=4, **online)
+        engines, learner, observer = Engines(), Learner(config, poisoned), Observer()
+        step = learner.step
+
+        async def stored(handles, at):
+            self.batches[at] = handles
+            return await step(handles, at)
+
+        learner.step = stored
+        loop = TrainingLoop(config, CountingSource(), Workers(engines), learner, engines, observer, self)
+        guard = loop.guard = Guard(config.online, learner, loop.ledger, observer, HELD_OUT, Checkpoints(folder, keep=2))
+        self.learner = learner
+        if self.batches:
+            state, buffered = loop.state_dict(), []
+            if self.checkpoint is not None:
+                state, buffered, learner.version, learner.quality = self.checkpoint
+            replay, at = [], state["batches_done"]
+            while at in self.batches:
+                replay.append([Finished(t.meta(), t) for t in self.batches[at]])
+                at += 1
+            loop.load_state_dict(json.loads(json.dumps(state)), [Finished(t.meta(), t) for t in buffered], replay)
+
+        async def main():
+            async with asyncio.TaskGroup() as group:
+                guard.shadow = Evaluations(config, loop, engines, loop.workers, HELD_OUT, observer, group)
+                await guard.begin(loop.version)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(loop.run(), until)
+
+        run(main())
+        return loop, engines
+
+    async def save(self, state, buffered, *, needed=False):
+        state, learner = json.loads(json.dumps(state)), (self.learner.version, self.learner.quality)
+        await asyncio.sleep(0.05)
+        self.checkpoint = (state, list(buffered), *learner)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(deaths=st.lists(st.floats(0.3, 30.0), min_size=1, max_size=4), poisoned=st.integers(2, 15), fall=st.sampled_from([0.0, 0.5]))
+def test_killed_at_any_moment_the_poison_never_serves_and_the_account_closes(tmp_path_factory, deaths, poisoned, fall):
+    folder, disk = tmp_path_factory.mktemp("run"), Killable()
+    for until in [*deaths, None]:
+        loop, engines = disk.sitting(folder, until, {poisoned}, shadow_drop=0.3, rollback_fall=fall)
+        assert {quality for _, quality in engines.served} <= {0.9}
+        assert damage(folder / "checkpoints" / "good") is None
+    audit = loop.ledger.audit()
+    assert loop.complete and audit["closes"] and loop.ledger.outstanding == 0
+    assert loop.guard.counts["refused"] == 1 and loop.learner.quality == 0.9
+    assert audit["prompts"]["dropped"].keys() == {"rolled_back"}
+    assert audit["prompts"]["trained"] + audit["prompts"]["dropped"]["rolled_back"] == 22 * BATCH
 
 
 # ------------------------------------------------------------------ the watch, and the ledger's part
