@@ -70,7 +70,7 @@ def moving_average(values: Sequence[float] | Floats, window: int = WINDOW) -> Fl
 
 
 def dynamic_regret(rewards: Sequence[float] | Floats, optimum: float | Sequence[float] | Floats = 1.0) -> Floats:
-    """Cumulative shortfall against the best that was possible for each prompt at its time; `optimum` is exact for both streams that ship."""
+    """Cumulative shortfall against the best that was possible for each prompt at its time."""
     return np.cumsum(np.asarray(optimum, np.float64) - np.asarray(rewards, np.float64))
 
 
