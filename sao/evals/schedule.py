@@ -135,8 +135,8 @@ class Evaluations:
                 seed=self.config.seed,
                 samples_per_task=self.config.eval.samples if temperature > 0 else 1,
             )
-            if engine is not None and result.failed and not await self.engines.still_lent(engine):
-                raise EngineFailure(f"{engine}, which was lent to it, was lost, and {result.failed} of its episodes failed")
+            if engine is not None and result.failed:
+                await self._refuse_if_lost([engine], result)
             self.reporter.evaluation(result)
 
     async def shadow(self, tasks: Sequence[Task], version: int, weights: Any) -> EvalResult:
@@ -174,7 +174,7 @@ class Evaluations:
             self._borrowed.append(engine)
         for engine in borrowed if weights is not None else ():
             await self.engines.try_on(engine, weights, version)
-        return await evaluate(
+        result = await evaluate(
             self.loop.workers,
             tasks,
             name="shadow",
@@ -183,6 +183,15 @@ class Evaluations:
             concurrency=self.config.engine.max_num_seqs * len(borrowed),
             seed=self.config.seed,
         )
+        if result.failed:
+            await self._refuse_if_lost(borrowed, result)
+        return result
+
+    async def _refuse_if_lost(self, engines: Sequence[str], result: EvalResult) -> None:
+        """Raise EngineFailure when one that was lent was lost, and episodes with it: what is left of them is no sample."""
+        for engine in engines:
+            if not await self.engines.still_lent(engine):
+                raise EngineFailure(f"{engine}, which was lent to it, was lost, and {result.failed} of its episodes failed")
 
     async def served(self) -> None:
         """What was borrowed has been published to, and trains again."""

@@ -79,6 +79,9 @@ class Engines:
     async def lend(self, engine):
         self.lent.add(engine)
 
+    async def still_lent(self, engine):
+        return engine in self.lent
+
     async def try_on(self, engine, weights, version):
         assert engine in self.lent
         self.tried = (version, weights["quality"])
@@ -292,6 +295,26 @@ def test_one_engine_is_borrowed_with_placement_replica_and_all_with_hold(tmp_pat
 def test_an_evaluation_that_fails_is_tried_once_more(tmp_path):
     *_, observer, _ = train(tmp_path, shadow=0.3, steps=4, broken=4)
     assert observer.missed == [("shadow", 0)] and [version for version, _ in observer.shadows] == [1, 2, 3, 4]
+
+
+def test_a_mean_over_what_a_lost_engine_left_decides_nothing(tmp_path):
+    """One of four episodes fails with its engine, which the pool replaces by one that is not lent: the evaluation is made again."""
+    lost = []
+    original = Workers.run
+
+    async def run_or_lose(self, request):
+        if request.purpose == "eval" and request.version == 3 and not lost:
+            lost.append(request)
+            self.engines.lent.discard("engine-1")
+            return EpisodeFailure(request.episode_id, "engine", "scripted")
+        return await original(self, request)
+
+    Workers.run = run_or_lose
+    try:
+        *_, observer, _ = train(tmp_path, shadow=0.3, steps=4, placement="replica")
+    finally:
+        Workers.run = original
+    assert observer.missed == [("shadow", 3)] and [version for version, _ in observer.shadows] == [1, 2, 3, 4]
 
 
 def test_one_that_fails_twice_ends_the_run(tmp_path):
