@@ -128,7 +128,7 @@ def recoveries(history: History) -> list[tuple[Shift, Recovery | None]]:
 
 
 def returns(history: History) -> list[dict[str, Any]]:
-    """Regimes that came back: the steps until SHARE of the level at the end of the first visit was reached, then and now."""
+    """Regimes that were learned and came back: the steps until SHARE of the level at the end of the first visit was reached, then and now."""
     shifts, stream = history.shifts, history.stream
     first_name = shifts[0].before if shifts else ""
     starts = [(first_name, 0), *((shift.after, shift.position) for shift in shifts)]
@@ -143,11 +143,22 @@ def returns(history: History) -> list[dict[str, Any]]:
             seen[name] = (start, float(part.rewards[-measures.WINDOW :].mean()))
             continue
         began, level = seen[name]
+        if level < measures.LEARNED:
+            continue  # chance alone regains what was never learned
         first_end = next(e for (n, s), e in zip(starts, ends, strict=True) if (n, s) == (name, began))
         then = measures.steps_to_level(stream, measures.SHARE * level, began, first_end)
         now = measures.steps_to_level(stream, measures.SHARE * level, start, end)
         found.append({"phase": name, "position": start, "first_steps": then, "steps": now, "savings": measures.savings(then, now)})
     return found
+
+
+def forgotten(history: History) -> dict[str, float]:
+    """`measures.forgetting` of every phase whose time has ended, by name; one that is rewarded again is left out."""
+    ended = {shift.before: history.step_of(shift) for shift in history.shifts}
+    if history.shifts:
+        ended.pop(history.shifts[-1].after, None)
+    found = {name: measures.forgetting(history.accuracy.get(name, ()), step) for name, step in ended.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def summary(history: History) -> dict[str, Any]:
@@ -167,7 +178,7 @@ def summary(history: History) -> dict[str, Any]:
         "shifts": shifts,
         "returns": returns(history),
         "accuracy": {name: values[-1][1] for name, values in history.accuracy.items()},
-        "forgetting": measures.forgetting({name: [v for _, v in values] for name, values in history.accuracy.items()}),
+        "forgetting": forgotten(history),
         "majority_answer": _known(measures.majority_share(history.answers)),
         "collapsed": measures.has_collapsed(history.answers),
         **history.counts,

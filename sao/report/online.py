@@ -87,9 +87,9 @@ def _table(history: History, facts: dict[str, Any]) -> str:
     rows = "".join(f"<tr>{''.join(_cell(text, i) for i, text in enumerate(_shift_cells(row)))}</tr>" for row in facts["shifts"])
     head = "".join(f'<th class="n">{title}</th>' if title else "<th>shift</th>" for title in columns)
     lines = [f"{row['phase']} came back at prompt {row['position']:,}: {_saved(row)}" for row in facts["returns"]]
-    kept = {name: value for name, value in facts["forgetting"].items() if value >= 0.005}
-    if kept:
-        lines.append("forgotten, best held-out accuracy less the last: " + ", ".join(f"{name} {value:.2f}" for name, value in kept.items()))
+    if facts["forgetting"]:
+        lost = ", ".join(f"{name} {value:+.2f}" for name, value in facts["forgetting"].items())
+        lines.append(f"forgotten, held-out accuracy when a phase ended less the last: {lost}")
     share = facts["majority_answer"]
     verdict = '<span class="chip bad">collapsed</span>' if facts["collapsed"] else '<span class="chip good">no collapse</span>'
     if share is not None:
