@@ -10,6 +10,7 @@ NAME is one of the tables below, or `package.module:function` of the user's. Wha
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from sao.config import AlgoConfig, Config
-from sao.errors import ConfigError
-from sao.tasks.target import load_target
+from sao.errors import ConfigError, LearnerFailure
+from sao.tasks.target import load_target, one_line, place_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -125,13 +126,24 @@ def arguments(kind: str, algo: AlgoConfig) -> dict[str, Any]:
 
 
 def function_of(kind: str, algo: AlgoConfig) -> Callable[..., Any]:
-    """The configured loss or advantage itself. Imports torch for those that ship."""
+    """The configured loss or advantage itself. Imports torch for those that ship. What one of the user's raises is a LearnerFailure that names it."""
     name = getattr(algo, kind)
     entry = find(kind, name)
     if entry.target == name:
-        return load_target(name, f"algo.{kind}")
+        return _of_the_user(load_target(name, f"algo.{kind}"), f"algo.{kind}={name}")
     module, _, attribute = entry.target.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def _of_the_user(function: Function, key: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            raise LearnerFailure(f"{key} raised {one_line(error)}{place_of(error)}") from error
+
+    return named
 
 
 def needs_critic(algo: AlgoConfig) -> bool:
