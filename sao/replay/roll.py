@@ -18,7 +18,7 @@ from sao.report.store import StoredEpisode, read_trajectories, stored_steps
 from sao.runtime.checkpoints import FOLDER, damage
 from sao.runtime.lineage import Stretch, last_gap, made_on, stretch_of, stretches
 from sao.runtime.models import make_base
-from sao.runtime.saved import FINAL, final_step
+from sao.runtime.saved import FINAL, fault_of, final_step
 
 if TYPE_CHECKING:
     from sao.learner.learner import TorchLearner
@@ -141,11 +141,14 @@ def _machine_notes(stretch: Stretch) -> list[str]:
 
 
 def _weights(result: Replay, run: Path, step: int, learner: TorchLearner, scratch: Path) -> None:
-    """Compare with every checkpoint that was written right after `step`."""
+    """Compare with every checkpoint that was written right after `step` and is whole; what is wrong with another is a note."""
     from sao.replay.weights import compare_weights
 
     names = [step_name(step + 1)] if step + 1 in numbered(run / FOLDER) else []
     names += [FINAL] if final_step(run) == step + 1 else []
+    faults = {name: fault_of(run / FOLDER / name) for name in names}
+    result.found.notes += [f"checkpoint {name} is not compared: {fault}" for name, fault in faults.items() if fault]
+    names = [name for name in names if not faults[name]]
     if not names:
         return
     folder = scratch / "saved"

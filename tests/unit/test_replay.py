@@ -144,6 +144,13 @@ def test_one_flipped_metric_is_found_and_named(copy):
     assert (found.first.step, found.first.what) == (7, "metric critic/grad_norm") and found.tallies["metrics"].differ == 1
 
 
+def sign(checkpoint: Path) -> None:
+    """Make the manifest that of the files as they are now: what another arithmetic, not the disk, would have left."""
+    scratch = checkpoint.rename(checkpoint.with_name(f".making-{checkpoint.name}"))
+    (scratch / "manifest.json").unlink()
+    Checkpoints(checkpoint.parents[1], keep=9).commit(scratch, json.loads((scratch / "state.json").read_text()))
+
+
 @pytest.mark.parametrize("part", ["policy", "critic"])
 def test_one_flipped_weight_is_found_and_named(copy, part):
     path = copy / "checkpoints" / "step-000009" / part / "model.safetensors"
@@ -151,6 +158,7 @@ def test_one_flipped_weight_is_found_and_named(copy, part):
     name = sorted(n for n in tensors if tensors[n].ndim == 2)[0]
     tensors[name].view(torch.int32)[1, 2] ^= 1
     save_file(tensors, path, metadata={"format": "pt"})
+    sign(copy / "checkpoints" / "step-000009")
     found = replay(copy, 8).found
     columns = tensors[name].shape[1]
     assert (found.first.what, found.first.where) == (f"{part} weights", f"{name}, element {columns + 2}")
@@ -177,6 +185,22 @@ def test_a_damaged_checkpoint_is_not_started_from(copy):
     result = replay(copy, 7, said.append)
     assert result.start == "the initial weights" and result.found.bit_equal
     assert "step-000006 is not used: learner.pt is not what was written" in said[0]
+
+
+@pytest.mark.parametrize("file", ["policy/model.safetensors", "learner.pt", "critic/model.safetensors", "manifest.json"])
+@pytest.mark.parametrize("how", ["cut", "gone"])
+def test_a_damaged_checkpoint_is_not_compared_with(copy, file, how):
+    path = copy / "checkpoints" / "step-000009" / file
+    if how == "cut":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    else:
+        path.unlink()
+    result = replay(copy, 8)
+    assert result.found.bit_equal and result.weights == ["final"]
+    assert result.found.notes[0].startswith("checkpoint step-000009 is not compared: ")
+    shutil.rmtree(copy / "checkpoints" / "final" / "critic")
+    result = replay(copy, 8)
+    assert result.weights == [] and "checkpoint final is not compared: critic is missing" in result.found.notes[1]
 
 
 def test_a_run_that_was_resumed_with_another_rate_and_one_that_lost_its_learner(tmp_path, model):
