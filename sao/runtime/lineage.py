@@ -62,15 +62,16 @@ def made_on() -> dict[str, Any]:
 def stretches(run_dir: Path) -> list[Stretch]:
     """The learners of a run in the order they took over; of a run without a record, one that trained everything under config.yaml.
 
-    Raises UserError where a configuration is of another version than this one reads.
+    Raises UserError where a configuration or a line is of another version than this one reads.
     """
     command = read_command(run_dir)
     try:
         found = [Stretch(r["first_step"], _config(r["config"]), r["model"], r["made_on"], r["went_back"]) for r in read_jsonl(run_dir / FILE)]
         return found or [Stretch(0, from_yaml(run_dir / "config.yaml"), str(command.get("model", "")))]
-    except ConfigError as error:
+    except (ConfigError, KeyError) as error:
         by, this = command.get("sao", "an unknown version"), started_by()
-        raise UserError(f"{run_dir} was made by SAO {by}, this is {this}, and the configuration differs ({error})") from None
+        what = f"a line of {FILE} has no {error}" if isinstance(error, KeyError) else f"the configuration differs ({error})"
+        raise UserError(f"{run_dir} was made by SAO {by}, this is {this}, and {what}") from None
 
 
 def stretch_of(found: list[Stretch], step: int) -> Stretch:

@@ -264,6 +264,9 @@ def test_what_cannot_be_replayed_is_refused_in_a_sentence(copy, tmp_path):
     os.remove(step_path(copy, 6))
     with pytest.raises(UserError, match="needs the batches from step 6 on, and that of step 6 is not stored"):
         replay(copy, 7)
+    (copy / "learner.jsonl").write_text('{"first_step": 0}\n')
+    with pytest.raises(UserError, match=r"was made by SAO an unknown version, this is .*, and a line of learner\.jsonl has no 'config'"):
+        replay(copy, 7)
 
 
 def test_the_command_prints_both_forms_and_its_code_says_which(copy, capsys, monkeypatch):

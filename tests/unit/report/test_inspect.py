@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from fake_run import encode, make_run, write_tokenizer
 from rich.console import Console
@@ -247,3 +248,31 @@ def test_a_trajectory_that_cannot_be_had_any_more_is_counted(tmp_path: Path) -> 
     writer.wait()
     writer.close()
     assert writer.tokens_missed == 1 and not (run / "dropped").exists()
+
+
+def test_damaged_and_foreign_files_are_named_in_one_sentence(tmp_path: Path) -> None:
+    run = folder(tmp_path)
+    path = TrajectoryWriter(run).write(0, [episode(0)], [], 4)
+    whole, table = path.read_bytes(), pq.read_table(path)
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2 :] = (
+        bytes(len(whole) - len(whole) // 2 - 8) + whole[-8:]
+    )  # a footer that cannot be read, which the library tells in two lines
+
+    def foreign(path: Path) -> None:
+        pq.write_table(table.drop(["attempt"]), path)
+
+    def loss_of(**line: object) -> str:
+        return json.dumps(line) + "\n"
+
+    for damage, arguments, message in (
+        (lambda: path.write_bytes(whole[:-20]), ((0, None),), "cannot be read as Parquet .*; remove it"),
+        (lambda: path.write_bytes(flipped), ((0, None),), "cannot be read as Parquet .*; remove it"),
+        (lambda: foreign(path), ((0, None),), 'step-000000.parquet is not of this version of SAO .*"attempt"'),
+        (lambda: (run / "dropped.jsonl").write_text(loss_of(episode=[1, 0])), (), "dropped.jsonl is not of this version of SAO .*task_id"),
+        (lambda: (run / "dropped.jsonl").write_text(loss_of(ordinal=1)), (), "dropped.jsonl is not of this version of SAO .*episode"),
+    ):
+        damage()
+        with pytest.raises(UserError, match=message) as caught:
+            shown(run, *arguments, dropped=not arguments)
+        assert "\n" not in str(caught.value)
