@@ -23,6 +23,7 @@ from sao.report.dropped import Dropped, read_dropped, read_tokens
 from sao.report.rundata import RunData, load_run_settings
 from sao.report.store import StoredEpisode, read_columns, read_trajectories, stored_steps
 from sao.report.tokens import TokenText, makers, tokenizer_candidates
+from sao.runtime.lineage import roll_backs, undone_at
 from sao.trajectory import EpisodeId, Segment, Trajectory
 
 _STYLES = {
@@ -81,6 +82,8 @@ def _overview(run_dir: Path, step: int, steps: list[int]) -> Table:
     rows = [dict(zip(names, row, strict=True)) for row in zip(*(columns[name].to_pylist() for name in names), strict=True)]
     rewards = [row["reward"] for row in rows if row["segment"] <= 0]
     title = f"step {step} of {steps[0]}..{steps[-1]}: {len(rewards)} trajectories, mean reward {np.mean(rewards):.3f}"
+    done = undone_at(roll_backs(run_dir), step, rows[0]["trained_at_version"])
+    title += f"; undone by the roll-back after {done} steps" if done is not None else ""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
     for heading in ("episode", "reward", "finish", "turns", "sampled", "tokens", "versions", "stale", "environment", "task"):
         table.add_column(heading, justify="left" if heading in ("finish", "environment", "task") else "right")
@@ -106,8 +109,12 @@ def _overview(run_dir: Path, step: int, steps: list[int]) -> Table:
 def _losses(run_dir: Path, step: int | None, console: Console) -> None:
     last = {loss.episode_id: loss for loss in read_dropped(run_dir)}  # an attempt that a resume repeated counts once, as in the ledger
     found = [loss for loss in last.values() if step in (None, loss.step)]
-    if not found:
+    undone = [words for done, words in _undone(run_dir) if step in (None, done)]
+    for words in undone:
+        console.print(Text(words, style="bold"))
+    if not found and not undone:
         console.print(Text(f"nothing was dropped and no attempt failed{'' if step is None else f' at step {step}'}", style="bold"))
+    if not found:
         return
     trained = _trained_ordinals(run_dir)
     for retried, what in ((False, "dropped"), (True, "failed attempts that were retried")):
@@ -124,6 +131,21 @@ def _losses(run_dir: Path, step: int | None, console: Console) -> None:
     console.print(table)
     if len(found) > SHOWN_LOSSES:
         console.print(Text(f"the newest {SHOWN_LOSSES} of {len(found)}; --step narrows them", style="dim"))
+
+
+def _undone(run_dir: Path) -> list[tuple[int, str]]:
+    """What each roll-back of an online run undid: the steps done at that time, and a line about it. The episodes are in the files of their steps."""
+    backs = roll_backs(run_dir)
+    if not backs:
+        return []
+    columns = read_columns(run_dir, columns=["step", "episode_ordinal", "trained_at_version"])
+    rows = sorted(set(zip(*(columns[name].to_pylist() for name in columns.column_names), strict=True)))
+    lines = []
+    for back in backs:
+        steps = [step for step, _, version in rows if undone_at([back], step, version) is not None]
+        what = f"{len(steps)} episodes of steps {steps[0]} to {steps[-1]}" if steps else "no stored episode"
+        lines.append((back[0], f"rolled_back after {back[0]} steps, to the weights of version {back[1]}: {what}"))
+    return lines
 
 
 def _fate(loss: Dropped, trained: set[int]) -> str:
@@ -162,14 +184,14 @@ def _episode(run_dir: Path, name: Name, step: int | None, steps: list[int], cons
         there = " and ".join(f"{ordinal}.{number}" for number in attempts)
         raise UserError(f"episode {shown} does not exist in {run_dir}; of {ordinal} there is {there}")
     run = load_run_settings(run_dir)
-    view = _View(console, run)
+    view, backs = _View(console, run), roll_backs(run_dir)
     cut = {loss.episode_id: loss for loss in losses if loss.reason == "truncated"}
     for loss in losses:
         if attempt in (None, loss.episode_id.attempt) and not (loss.reason == "truncated" and trained):
             view.loss(loss, read_tokens(run_dir, loss), retrained=bool(trained))
     for stored in trained:
         if attempt in (None, stored.trajectory.episode_id.attempt):
-            view.trained(stored, cut.get(stored.trajectory.episode_id))
+            view.trained(stored, cut.get(stored.trajectory.episode_id), undone_at(backs, stored.step, stored.trained_at_version))
 
 
 def _steps_of(run_dir: Path, episode: int) -> list[int]:
@@ -188,15 +210,17 @@ class _View:
         low, high = run.setting("algo.eps_low"), run.setting("algo.eps_high")
         self.band = f"; band ({1 - low:.4g}, {1 + high:.4g})" if isinstance(low, float | int) and isinstance(high, float | int) else ""
 
-    def trained(self, stored: StoredEpisode, cut: Dropped | None) -> None:
-        """An episode that was in a batch. cut: its loss, when the batch left it out."""
+    def trained(self, stored: StoredEpisode, cut: Dropped | None, undone: int | None) -> None:
+        """An episode that was in a batch. cut: its loss, when the batch left it out. undone: the steps done when a roll-back undid the batch's."""
         t = stored.trajectory
-        what = f"in step {stored.step}'s batch but not trained" if cut else f"step {stored.step}"
+        what = f"in step {stored.step}'s batch but not trained" if cut else f"step {stored.step}{', undone' if undone is not None else ''}"
         self.console.rule(f"episode {t.episode_id} · {what} · reward {t.reward:.3g} · {t.finish}", style="cyan")
         self._say(
             f"{t.environment}, task {t.task_id}; admitted at version {t.admitted_version}, trained at {stored.trained_at_version}, "
             f"staleness {stored.staleness}{self.band}"
         )
+        if undone is not None:
+            self._say(f"why      rolled_back: the learner went back after {undone} steps to weights that do not contain this one", "yellow")
         if cut:
             self._say(f"why      {cut.reason}: {cut.message}", "yellow")
         if all(record is None for record in stored.records):

@@ -161,7 +161,7 @@ class RemoteLearner:
 
     async def go_back(self, directory: str, version: int) -> None:
         """Take up the state in `directory` as `version`; the steps done stay done. Engines may be given that number a second time."""
-        await self._ask(lambda actor: actor.go_back.remote(directory, version))
+        await self._ask(lambda actor: actor.go_back.remote(directory, version, self.steps_done))
         await self.on_revived()
 
     async def _ask(self, send: Callable[[Any], Any]) -> Any:

@@ -23,7 +23,7 @@ from sao.report.metrics import MetricsWriter
 from sao.report.steps import step_name
 from sao.report.store import TrajectoryWriter, read_trajectories, step_path, write_file
 from sao.runtime.checkpoints import Checkpoints
-from sao.runtime.lineage import last_gap, stretch_of, stretches, took_over
+from sao.runtime.lineage import roll_backs, stretch_of, stretches, took_over
 from sao.trajectory import EpisodeId
 from tests.unit.learner.learner_builders import batch, config, save_model
 
@@ -52,16 +52,22 @@ class Run:
         if first:
             learner.restore(str(self.folder / "checkpoints" / f"step-{first:06d}"))
         took_over(self.folder, first, settings, self.model)
+        return self.go_on(learner, first, until)
+
+    def go_on(self, learner: TorchLearner, first: int, until: int) -> TorchLearner:
         for step in range(first, until):
             version, trajectories = learner.version, numbered(step)
             report = learner.step(trajectories, step)
             self.writer.write(step, trajectories, report.records, version)
             self.metrics.log("train", step, report.metrics)
             if (step + 1) % self.every == 0:
-                scratch = self.checkpoints.begin(step_name(step + 1))
-                learner.save(str(scratch))
-                self.checkpoints.commit(scratch, {"version": learner.version, "batches_done": step + 1})
+                self.keep(learner, step + 1)
         return learner
+
+    def keep(self, learner: TorchLearner, done: int) -> None:
+        scratch = self.checkpoints.begin(step_name(done))
+        learner.save(str(scratch))
+        self.checkpoints.commit(scratch, {"version": learner.version, "batches_done": done})
 
 
 @pytest.fixture(scope="module")
@@ -230,13 +236,39 @@ def test_a_run_that_was_resumed_with_another_rate_and_one_that_lost_its_learner(
 
 def test_a_roll_back_is_not_rolled_through(copy):
     """A learner that took up older weights trains on from a checkpoint, not from the step before."""
-    took_over(copy, 7, stretches(copy)[0].config, stretches(copy)[0].model, went_back=True)
-    assert last_gap(stretches(copy), 6) == 0 and last_gap(stretches(copy), 8) == 7
+    first = stretches(copy)[0]
+    took_over(copy, 7, first.config, first.model, back_to=1)
+    assert roll_backs(copy) == [(7, 1)]
     with pytest.raises(UserError, match="comes after a roll-back before step 7, and no checkpoint made since is left"):
         replay(copy, 8)
     assert replay(copy, 6).found.bit_equal
-    took_over(copy, 6, stretches(copy)[0].config, stretches(copy)[0].model)
-    assert last_gap(stretches(copy), 8) == 0, "a resume from before it has undone the roll-back"
+    took_over(copy, 6, first.config, first.model)
+    assert roll_backs(copy) == [], "a resume from before it has undone the roll-back"
+
+
+def test_what_a_roll_back_undid_is_told_and_not_compared_with_what_was_saved_after_it(tmp_path, model, capsys):
+    """Four steps, the last undone: the checkpoint after it holds the weights of version 3 as version 4; two more steps follow."""
+    run = Run(tmp_path / "run", model, config(), every=1)
+    learner = run.train(0, 4)
+    learner.restore(str(run.folder / "checkpoints" / "step-000003"))
+    took_over(run.folder, 4, run.settings, model, back_to=learner.version)
+    learner.renumber(4)
+    run.keep(learner, 4)
+    run.go_on(learner, 4, 6)
+    assert roll_backs(run.folder) == [(4, 3)]
+    undone = replay(run.folder, 3)
+    assert undone.found.bit_equal and undone.weights == [] and "a roll-back undid step 3" in undone.found.notes[0]
+    after = replay(run.folder, 5)
+    assert after.found.bit_equal and after.weights == ["step-000006"]
+    capsys.readouterr()
+    assert main(["inspect", str(run.folder), "--dropped"]) == 0
+    assert "rolled_back after 4 steps, to the weights of version 3: 6 episodes of steps 3 to 3" in capsys.readouterr().out
+    assert main(["inspect", str(run.folder), "300"]) == 0
+    out = capsys.readouterr().out
+    assert "step 3, undone" in out and "rolled_back: the learner went back after 4 steps" in out
+    assert main(["inspect", str(run.folder), "--step", "3"]) == main(["inspect", str(run.folder), "400"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("undone by the roll-back after 4 steps") == 1 and "rolled_back" not in out
 
 
 def test_another_machine_is_named(copy):
