@@ -27,6 +27,7 @@ CRITIC = "critic"  # a value model, its K steps, its values and returns
 GROUPS = "groups"  # rollout.rollouts_per_prompt of at least 2
 OLD = "old"  # LossInputs.old: log-probs under the weights that sampled each token
 CAN_NEED = {"loss": frozenset({OLD}), "advantage": frozenset({GROUPS})}
+DIS = "dis"  # the loss of SAO, whose band is in `algo` itself
 GAE = "gae"  # the advantage of the critic, computed by sao/learner/credit.py from the keys of `algo`
 
 
@@ -43,7 +44,7 @@ class Entry:
 _CLIP = {"eps_low": 0.2, "eps_high": 0.28}
 
 LOSSES: dict[str, Entry] = {
-    "dis": Entry("sao.algorithms.policy_loss:dis_sum", keys=("eps_low", "eps_high", "detach_ratio")),
+    DIS: Entry("sao.algorithms.policy_loss:dis_sum", keys=("eps_low", "eps_high", "detach_ratio")),
     "reinforce": Entry("sao.algorithms.losses.reinforce:reinforce"),
     "ppo_clip": Entry("sao.algorithms.losses.ppo_clip:ppo_clip", arguments=_CLIP),
     "tis": Entry("sao.algorithms.losses.tis:tis", arguments={"cap": 2.0}),

@@ -110,6 +110,15 @@ def test_each_sampled_token_has_everything_that_was_made_of_it(tmp_path: Path) -
     assert "above the band" in " ".join(row(text, at[2])) and row(text, at[3])[8:] == ["trained", *numbers]
 
 
+def test_a_token_is_left_out_by_the_loss_of_the_run_not_by_a_band_it_does_not_have(tmp_path: Path) -> None:
+    run, trajectory = folder(tmp_path), episode(0)
+    (run / "config.yaml").write_text("algo:\n  loss: ppo_clip\n  loss_args:\n    eps_high: 0.3\n  eps_low: 0.3\n  eps_high: 5.0\n")
+    TrajectoryWriter(run).write(0, [trajectory], [record(trajectory, [REJECTED_LOW, NON_FINITE, REJECTED_HIGH, TRAINED, TRAINED])], 4)
+    text = shown(run, (0, None))
+    assert "loss ppo_clip (eps_low=0.2, eps_high=0.3)" in text and "band" not in text
+    assert "out: cut from below by ppo_clip" in text and "out: cut from above by ppo_clip" in text
+
+
 def test_who_made_each_token(tmp_path: Path) -> None:
     trajectory = episode(0)
     segment = trajectory.segments[0]
