@@ -50,8 +50,10 @@ Name = tuple[int, int | None]  # an episode's ordinal, and its attempt where one
 def main(run_dir: Path | str, episode: Name | None = None, *, step: int | None = None, dropped: bool = False, console: Console | None = None) -> None:
     """Print the trajectories of a step (the last by default), one episode token by token, or what was dropped.
 
-    Raises UserError when the run stored no trajectories, or not that step or episode.
+    Raises UserError when the run stored no trajectories, or not that step or episode, or when both an episode and what was dropped are asked for.
     """
+    if episode is not None and dropped:
+        raise UserError("--dropped lists what was lost, and an episode is shown with what became of it; leave one of the two out")
     run_dir, console = Path(run_dir), console if console is not None else Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     steps = stored_steps(run_dir)
     if episode is not None:

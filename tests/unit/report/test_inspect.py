@@ -119,6 +119,16 @@ def test_a_token_is_left_out_by_the_loss_of_the_run_not_by_a_band_it_does_not_ha
     assert "out: cut from below by ppo_clip" in text and "out: cut from above by ppo_clip" in text
 
 
+def test_a_run_that_was_killed_has_its_tokenizer_in_its_checkpoints(tmp_path: Path) -> None:
+    """From the run folder alone: the model it started from may be gone, as one made for a single run is."""
+    run = folder(tmp_path)
+    (run / "checkpoints" / "final").rename(run / "checkpoints" / "step-000004")
+    (run / "checkpoints" / "step-000005" / "policy").mkdir(parents=True)
+    TrajectoryWriter(run).write(0, [episode(0)], [], 4)
+    text = shown(run, (0, None))
+    assert "be brief" in text and "token ids are shown" not in text
+
+
 def test_who_made_each_token(tmp_path: Path) -> None:
     trajectory = episode(0)
     segment = trajectory.segments[0]
@@ -216,6 +226,7 @@ def test_what_is_not_there_is_named(run_dir: Path, tmp_path: Path) -> None:
         ((run_dir,), {"step": 99}, "--step 99 is not stored"),
         ((run_dir, (10**6, None)), {}, "episode 1000000 is neither among the trained nor among the dropped trajectories"),
         ((run_dir, (98, 7)), {}, r"episode 98\.7 does not exist"),
+        ((run_dir, (98, None)), {"dropped": True}, "leave one of the two out"),
         ((run_dir, (300, None)), {"step": 0}, "of step 0; leave --step out"),
     ):
         with pytest.raises(UserError, match=message) as caught:
