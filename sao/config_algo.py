@@ -14,6 +14,7 @@ from sao.errors import ConfigError
 
 # Keys of `algo` that one loss or one advantage reads; set under another they would do nothing.
 DIS_KEYS = catalogue.LOSSES["dis"].keys
+RUNNING_MEAN = "running_mean"
 GAE_KEYS = ("gamma", "lambda_critic", "lambda_policy", "alpha", "lambda_length", "skip_observation", "value_level", "values")
 
 
@@ -37,16 +38,23 @@ def check_algorithm(config: Config) -> None:
     _check_groups(config)
 
 
-def cautions(config: Config) -> list[str]:
-    """What is legal and most likely not meant, one sentence each."""
+def cautions(config: Config, tasks: int | None) -> list[str]:
+    """What is legal and most likely not meant, one sentence each. tasks: how many the source draws before one comes again; None: without end."""
     algo = config.algo
     keys = {"algo.eps_low": algo.eps_low if algo.loss == "dis" else 0.0, "algo.loss_args.eps_low": algo.loss_args.get("eps_low", 0.0)}
-    return [
+    found = [
         f"{key}={value:g} leaves no lower bound: these are epsilons, the ratio counts in (1 - eps_low, 1 + eps_high); "
         "for the bounds (0.7, 6) set eps_low=0.3 and eps_high=5"
         for key, value in keys.items()
         if isinstance(value, (int, float)) and value >= 1
     ]
+    prompts = config.train.steps * config.train.batch_size
+    if algo.advantage == RUNNING_MEAN and catalogue.arguments("advantage", algo)["per_task"] and (tasks is None or tasks >= prompts):
+        found.append(
+            f"algo.advantage={algo.advantage} compares with earlier outcomes of the same task, and none of the {prompts} prompts comes twice, so nothing will "
+            "be trained; set data.pool=64 (algo=running_mean does), or algo.advantage_args.per_task=false (algo=running_mean_global)"
+        )
+    return found
 
 
 def _refuse(condition: bool, message: str) -> None:
@@ -86,8 +94,9 @@ def _check_band(algo: AlgoConfig) -> None:
 
 def _refuse_unread(algo: AlgoConfig, keys: tuple[str, ...], reader: str, mend: str) -> None:
     for key in keys:
-        value = getattr(algo, key)
-        _refuse(value != getattr(AlgoConfig(), key), f"algo.{key}={value} is read by {reader} alone; {mend}")
+        value, default = getattr(algo, key), getattr(AlgoConfig(), key)
+        back = "null" if default is None else str(default).lower() if isinstance(default, bool) else default
+        _refuse(value != default, f"algo.{key}={value} is read by {reader} alone; {mend} (where an experiment sets it, give algo.{key}={back})")
 
 
 def _check_critic_based(config: Config) -> None:

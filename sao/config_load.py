@@ -336,6 +336,7 @@ def _check_ranges(config: Config) -> None:
         _refuse(value_of(config, key) <= 0, f"{key}={value_of(config, key)} must be above 0")
     not_negative = (
         "rollout.staleness", "rollout.retries", "rollout.max_running", "engine.step_interval_ms", "engine.block_size", "eval.every", "critic.critic_only_steps",
+        "critic.updates",
         "algo.kl_coef", "algo.entropy_coef", "algo.whiten_patience", "data.pool", "launcher.num_cpus", "launcher.restarts",
         "checkpoint.every",
         "launcher.object_store_mb",

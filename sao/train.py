@@ -50,11 +50,11 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
     """
     started = time.monotonic() if started is None else started
     check_start(config, resume=resume)
-    for caution in cautions(config):
-        print(f"warning: {caution}")
     sweeper.start()  # before the user's environments and rewards are tried
     env_configs = environments(config)
     source = build_source(config, env_configs)
+    for caution in cautions(config, source.length):
+        print(f"warning: {caution}")
     check_rewards(env_configs, config.reward)
     for env in env_configs:
         check_arguments(env, config.reward)

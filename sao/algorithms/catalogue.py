@@ -10,6 +10,7 @@ NAME is one of the tables below, or `package.module:function` of the user's. Wha
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from sao.config import AlgoConfig, Config
-from sao.errors import ConfigError
-from sao.tasks.target import load_target
+from sao.errors import ConfigError, LearnerFailure
+from sao.tasks.target import load_target, one_line, place_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -26,6 +27,7 @@ CRITIC = "critic"  # a value model, its K steps, its values and returns
 GROUPS = "groups"  # rollout.rollouts_per_prompt of at least 2
 OLD = "old"  # LossInputs.old: log-probs under the weights that sampled each token
 CAN_NEED = {"loss": frozenset({OLD}), "advantage": frozenset({GROUPS})}
+DIS = "dis"  # the loss of SAO, whose band is in `algo` itself
 GAE = "gae"  # the advantage of the critic, computed by sao/learner/credit.py from the keys of `algo`
 
 
@@ -42,7 +44,7 @@ class Entry:
 _CLIP = {"eps_low": 0.2, "eps_high": 0.28}
 
 LOSSES: dict[str, Entry] = {
-    "dis": Entry("sao.algorithms.policy_loss:dis_sum", keys=("eps_low", "eps_high", "detach_ratio")),
+    DIS: Entry("sao.algorithms.policy_loss:dis_sum", keys=("eps_low", "eps_high", "detach_ratio")),
     "reinforce": Entry("sao.algorithms.losses.reinforce:reinforce"),
     "ppo_clip": Entry("sao.algorithms.losses.ppo_clip:ppo_clip", arguments=_CLIP),
     "tis": Entry("sao.algorithms.losses.tis:tis", arguments={"cap": 2.0}),
@@ -125,13 +127,24 @@ def arguments(kind: str, algo: AlgoConfig) -> dict[str, Any]:
 
 
 def function_of(kind: str, algo: AlgoConfig) -> Callable[..., Any]:
-    """The configured loss or advantage itself. Imports torch for those that ship."""
+    """The configured loss or advantage itself. Imports torch for those that ship. What one of the user's raises is a LearnerFailure that names it."""
     name = getattr(algo, kind)
     entry = find(kind, name)
     if entry.target == name:
-        return load_target(name, f"algo.{kind}")
+        return _of_the_user(load_target(name, f"algo.{kind}"), f"algo.{kind}={name}")
     module, _, attribute = entry.target.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def _of_the_user(function: Function, key: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            raise LearnerFailure(f"{key} raised {one_line(error)}{place_of(error)}") from error
+
+    return named
 
 
 def needs_critic(algo: AlgoConfig) -> bool:

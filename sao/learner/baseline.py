@@ -31,24 +31,49 @@ class Baseline:
         """float32[N], an episode's advantage on each of its action tokens, 0 for dropped episodes. Moves the state on.
 
         metrics gains actor/zero_advantage_frac, the share of the whole batch's kept episodes that train nothing. Raises LearnerFailure when the function
-        returns another shape or a number that is not finite.
+        returns another shape, a number that is not finite, or a state that a checkpoint could not give back.
         """
         outcomes, own = outcomes_of(batch, self.per_group)
-        values, state = self.function(outcomes, self.state, **self.arguments)
-        values = torch.as_tensor(values, dtype=torch.float64)
-        if values.shape != outcomes.rewards.shape or not torch.isfinite(values).all():
-            raise LearnerFailure(
-                f"algo.advantage={self.name} returned {list(values.shape)} advantages, finite or not, for {len(outcomes.rewards)} episodes; "
-                "it must return one finite number for each"
-            )
-        if not isinstance(state, Mapping):
-            raise LearnerFailure(f"algo.advantage={self.name} returned a state of type {type(state).__name__}; it must be a dict")
-        self.state = dict(state)
+        values, state = self._returned(self.function(outcomes, self.state, **self.arguments), len(outcomes.rewards))
+        self.state = state
         values = torch.where(outcomes.kept, values, 0.0)
         if outcomes.kept.any():
             metrics["actor/zero_advantage_frac"] = float((values[outcomes.kept] == 0).double().mean())
         episode_of = torch.tensor([s.trajectory for s in batch.samples], dtype=torch.long)[batch.sample_of]
         return values[own][episode_of].float()
+
+    def _returned(self, returned: Any, episodes: int) -> tuple[Tensor, dict[str, Any]]:
+        """What the function returned, checked: float64[B] and the state."""
+        key = f"algo.advantage={self.name}"
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise LearnerFailure(f"{key} returned a value of type {type(returned).__name__}; it must return two things, the advantages and the state")
+        try:
+            values = torch.as_tensor(returned[0], dtype=torch.float64).detach().cpu()
+        except (TypeError, ValueError, RuntimeError):
+            raise LearnerFailure(f"{key} returned advantages that are no numbers; it must return one finite number for each episode") from None
+        if values.shape != (episodes,) or not torch.isfinite(values).all():
+            raise LearnerFailure(
+                f"{key} returned {list(values.shape)} advantages, finite or not, for {episodes} episodes; it must return one finite number for each"
+            )
+        state = returned[1]
+        foreign = _foreign(dict(state), "state") if isinstance(state, Mapping) else f"state is of type {type(state).__name__}"
+        if foreign:
+            raise LearnerFailure(
+                f"{key}: {foreign}; the state must be a dict of plain numbers, strings, lists and dicts, which a checkpoint can keep"
+            )
+        return values, dict(state)
+
+
+def _foreign(value: Any, where: str) -> str | None:
+    """The first part of a state that a checkpoint would not give back as it was: numpy's float is one, though it is a float."""
+    if type(value) is dict:
+        strange = next((key for key in value if type(key) not in (str, int)), None)
+        if strange is not None:
+            return f"{where} has a key of type {type(strange).__name__}"
+        return next((found for key, part in value.items() if (found := _foreign(part, f"{where}[{key!r}]"))), None)
+    if type(value) in (list, tuple):
+        return next((found for at, part in enumerate(value) if (found := _foreign(part, f"{where}[{at}]"))), None)
+    return None if type(value) in (bool, int, float, str, type(None)) else f"{where} is of type {type(value).__name__}"
 
 
 def outcomes_of(batch: Batch, per_group: int) -> tuple[Outcomes, Tensor]:

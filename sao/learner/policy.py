@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,10 +108,11 @@ class Policy:
             outcomes=batch.outcomes,
             positive_share=batch.positive_share,
         )
-        token = self.loss(inputs)
-        if not isinstance(token, TokenLoss) or token.total.ndim or token.counted.shape != inputs.mask.shape:
+        token: TokenLoss = self.loss(inputs)
+        fault = _fault(token, inputs)
+        if fault:
             raise LearnerFailure(
-                f"algo.loss={self.algo.loss} returned {type(token).__name__}; it must return a TokenLoss: the sum, and one entry for each token"
+                f"algo.loss={self.algo.loss} returned {fault}; it must return a TokenLoss: the sum with its graph, and the fate of each token"
             )
         return token
 
@@ -143,3 +145,25 @@ class Policy:
         if self.algo.kl_coef:
             metrics["actor/kl"] = totals["kl"] / totals["counted"]
         return metrics
+
+
+def _fault(token: Any, inputs: LossInputs) -> str | None:
+    """What is wrong with what a loss returned, or None."""
+    if not isinstance(token, TokenLoss):
+        return f"a value of type {type(token).__name__}"
+    if not isinstance(token.total, Tensor) or token.total.ndim:
+        return "a total that is no scalar tensor"
+    if torch.is_grad_enabled() and inputs.logprobs.requires_grad and not token.total.requires_grad:
+        return "a total without a graph, which trains nothing"
+    shape = inputs.mask.shape
+    for name in ("counted", "accepted", "low", "high"):
+        fate = getattr(token, name)
+        if not isinstance(fate, Tensor) or fate.dtype != torch.bool or fate.shape != shape:
+            return f"`{name}` that is not a bool for each of the {len(inputs.mask)} tokens"
+    for name in ("log_ratio", "weight"):
+        number = getattr(token, name)
+        if not (number is None and name == "weight") and (not isinstance(number, Tensor) or number.shape != shape):
+            return f"`{name}` that is not a number for each of the {len(inputs.mask)} tokens"
+    if not torch.equal(token.accepted.int() + token.low.int() + token.high.int(), token.counted.int()):
+        return "tokens that are not one of accepted, low and high where they are counted"
+    return None

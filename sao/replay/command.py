@@ -36,7 +36,7 @@ def text(result: Replay, step: int) -> str:
         largest = "" if tally.largest is None else f"{tally.largest.difference:.3g} at {tally.largest}"
         lines.append(f"{name:<18}{tally.compared:>12,}{tally.differ:>10,}  {largest}".rstrip())
     if not result.weights:
-        lines.append(f"weights: no checkpoint was made after step {step}")
+        lines.append(f"weights: no whole checkpoint of right after step {step} is there to compare")
     return "\n".join([*lines, _verdict(found, result.weights)])
 
 

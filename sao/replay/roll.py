@@ -16,9 +16,9 @@ from sao.report.metrics import read_metrics, surviving
 from sao.report.steps import numbered, step_name
 from sao.report.store import StoredEpisode, read_trajectories, stored_steps
 from sao.runtime.checkpoints import FOLDER, damage
-from sao.runtime.lineage import Stretch, last_gap, made_on, stretch_of, stretches
+from sao.runtime.lineage import Stretch, made_on, roll_backs, stretch_of, stretches
 from sao.runtime.models import make_base
-from sao.runtime.saved import FINAL, final_step
+from sao.runtime.saved import FINAL, fault_of, final_step
 
 if TYPE_CHECKING:
     from sao.learner.learner import TorchLearner
@@ -41,7 +41,8 @@ def replay(run: Path, step: int, say: Callable[[str], None] = lambda text: None)
     caller's to set before torch is imported. Raises UserError when the run folder does not hold what that takes.
     """
     lineage = stretches(run)
-    start = _start(run, step, last_gap(lineage, step), say)
+    gaps = roll_backs(run)
+    start = _start(run, step, max((gap for gap in gaps if gap <= step), default=0), say)
     steps = list(range(start or 0, step + 1))
     _check_stored(run, step, steps)
     result = Replay(steps, "the initial weights" if start is None else f"checkpoint {step_name(start)}", Comparison())
@@ -62,7 +63,10 @@ def replay(run: Path, step: int, say: Callable[[str], None] = lambda text: None)
                 result.found.metrics(at, recorded[at], report.metrics)
             else:
                 result.found.notes.append(f"step {at}: its metrics were not written")
-        _weights(result, run, step, learner, scratch)
+        if step + 1 in gaps:
+            result.found.notes.append(f"a roll-back undid step {step}, so what was saved after it are earlier weights, not to be compared")
+        else:
+            _weights(result, run, step, learner, scratch)
     return result
 
 
@@ -141,11 +145,14 @@ def _machine_notes(stretch: Stretch) -> list[str]:
 
 
 def _weights(result: Replay, run: Path, step: int, learner: TorchLearner, scratch: Path) -> None:
-    """Compare with every checkpoint that was written right after `step`."""
+    """Compare with every checkpoint that was written right after `step` and is whole; what is wrong with another is a note."""
     from sao.replay.weights import compare_weights
 
     names = [step_name(step + 1)] if step + 1 in numbered(run / FOLDER) else []
     names += [FINAL] if final_step(run) == step + 1 else []
+    faults = {name: fault_of(run / FOLDER / name) for name in names}
+    result.found.notes += [f"checkpoint {name} is not compared: {fault}" for name, fault in faults.items() if fault]
+    names = [name for name in names if not faults[name]]
     if not names:
         return
     folder = scratch / "saved"

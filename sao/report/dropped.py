@@ -13,10 +13,11 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from sao.errors import DataError
 from sao.report.jsonl import open_for_append, read_jsonl, write_record
 from sao.report.store import StoredEpisode, read_file, read_ordinals, write_file
 from sao.rollout.episodes import Loss
@@ -46,6 +47,9 @@ class Dropped:
     step: int
     retried: bool
     sitting: int
+
+
+_LINE = {field.name for field in fields(Dropped)} - {"episode_id"} | {"episode"}
 
 
 class DroppedWriter:
@@ -124,8 +128,11 @@ def read_dropped(run_dir: Path) -> list[Dropped]:
 def _lines(run_dir: Path) -> Iterator[Dropped]:
     for name in (EARLIER, FILE):
         for line in read_jsonl(run_dir / name):
-            episode = EpisodeId(*line.pop("episode"))
-            yield Dropped(episode_id=episode, **line)
+            if strange := sorted(line.keys() ^ _LINE):
+                raise DataError(
+                    f"{run_dir / name} is not of this version of SAO (a line differs in {', '.join(strange)}); take it away, or use the version that wrote it"
+                )
+            yield Dropped(episode_id=EpisodeId(*line.pop("episode")), **line)
 
 
 def read_tokens(run_dir: Path, dropped: Dropped) -> StoredEpisode | None:

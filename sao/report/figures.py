@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sao.algorithms.catalogue import DIS
 from sao.config import CriticConfig
 from sao.report.curve import smooth
 from sao.report.metrics import Axis
@@ -53,14 +54,11 @@ def asynchrony(run: RunData) -> str:
 
 def correction(run: RunData) -> str:
     lines = partial(_lines, run)
-    low, high = run.setting("algo.eps_low"), run.setting("algo.eps_high")
-    band = (
-        f"ratios outside ({1 - low:g}, {1 + high:g})" if isinstance(low, float | int) and isinstance(high, float | int) else "share of action tokens"
-    )
+    title = "Tokens rejected by DIS" if run.loss == DIS else f"Tokens cut by {run.loss}"
     rejected = [("sao/dis_masked_frac_low", "ratio too low"), ("sao/dis_masked_frac_high", "ratio too high")]
     ratios = [("off_policy/abs_log_ratio_mean", "mean"), ("off_policy/abs_log_ratio_max", "largest")]
     return _grid(
-        lines("Tokens rejected by DIS", rejected, note=f"share of action tokens, {band}", y_range=(0, None)),
+        lines(title, rejected, note="share of action tokens" + (f"; {run.rule}" if run.rule else ""), y_range=(0, None)),
         lines("Effective sample size", [("sao/ess", "share of the batch")], note="share of the batch; 1: every token counts alike", y_range=(0, 1)),
         _gap_by_age(run),
         lines("|log ratio| by step", ratios, note="all ages together; log scale", log=True),

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sao.algorithms.catalogue import DIS
 from sao.errors import UserError
 from sao.learner.protocol import DROPPED, FROZEN, MASK_REASONS, NON_FINITE, REJECTED_HIGH, REJECTED_LOW, TRAINED, SegmentRecord
 from sao.report.dropped import Dropped, read_dropped, read_tokens
@@ -35,8 +36,6 @@ _STYLES = {
 }
 _CONTEXT_STYLES = {"environment": "blue", "earlier": "magenta"}
 _MASKS = {
-    REJECTED_LOW: "out: ratio below the band",
-    REJECTED_HIGH: "out: ratio above the band",
     NON_FINITE: "out: no finite log-prob",
     DROPPED: "out: episode dropped",
     FROZEN: "out: actor frozen",
@@ -51,8 +50,10 @@ Name = tuple[int, int | None]  # an episode's ordinal, and its attempt where one
 def main(run_dir: Path | str, episode: Name | None = None, *, step: int | None = None, dropped: bool = False, console: Console | None = None) -> None:
     """Print the trajectories of a step (the last by default), one episode token by token, or what was dropped.
 
-    Raises UserError when the run stored no trajectories, or not that step or episode.
+    Raises UserError when the run stored no trajectories, or not that step or episode, or when both an episode and what was dropped are asked for.
     """
+    if episode is not None and dropped:
+        raise UserError("--dropped lists what was lost, and an episode is shown with what became of it; leave one of the two out")
     run_dir, console = Path(run_dir), console if console is not None else Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     steps = stored_steps(run_dir)
     if episode is not None:
@@ -186,8 +187,12 @@ class _View:
     def __init__(self, console: Console, run: RunData) -> None:
         self.console = console
         self.text = TokenText.find(tokenizer_candidates(run.run_dir, run.config, run.command))
-        low, high = run.setting("algo.eps_low"), run.setting("algo.eps_high")
-        self.band = f"; band ({1 - low:.4g}, {1 + high:.4g})" if isinstance(low, float | int) and isinstance(high, float | int) else ""
+        self.rule = f"; {rule}" if (rule := run.rule) else ""
+        words = (
+            ("ratio below the band", "ratio above the band") if run.loss == DIS else (f"cut from {side} by {run.loss}" for side in ("below", "above"))
+        )
+        below, above = (f"out: {said}" for said in words)
+        self.masks = {**_MASKS, REJECTED_LOW: below, REJECTED_HIGH: above}
 
     def trained(self, stored: StoredEpisode, cut: Dropped | None) -> None:
         """An episode that was in a batch. cut: its loss, when the batch left it out or was undone."""
@@ -196,7 +201,7 @@ class _View:
         self.console.rule(f"episode {t.episode_id} · {what} · reward {t.reward:.3g} · {t.finish}", style="cyan")
         self._say(
             f"{t.environment}, task {t.task_id}; admitted at version {t.admitted_version}, trained at {stored.trained_at_version}, "
-            f"staleness {stored.staleness}{self.band}"
+            f"staleness {stored.staleness}{self.rule}"
         )
         if cut:
             self._say(f"why      {cut.reason}: {cut.message}", "yellow")
@@ -235,7 +240,7 @@ class _View:
                 whole.append(piece.replace("\n", "↵\n"), style)
             self.console.print(whole)
             self.console.print()
-            self.console.print(_token_table(segment, record, pieces, made))
+            self.console.print(_token_table(segment, record, pieces, made, self.masks))
         if t.info:
             self._say(f"info     {json.dumps(dict(t.info), ensure_ascii=False, default=str)}")
         if t.metrics:
@@ -245,8 +250,8 @@ class _View:
         self.console.print(Text(text, style=style))
 
 
-def _token_table(segment: Segment, record: SegmentRecord | None, pieces: list[str], made: Any) -> Table:
-    """A row per sampled token; runs of other tokens of one maker are one row."""
+def _token_table(segment: Segment, record: SegmentRecord | None, pieces: list[str], made: Any, masks: Mapping[int, str]) -> Table:
+    """A row per sampled token; runs of other tokens of one maker are one row. masks: how each reason to leave a token out is called."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("position", "token", "id", "by", "version", "engine", "trainer", "ratio", "mask", "value", "return", "advantage"):
         table.add_column(heading, justify="left" if heading in ("token", "by", "mask") else "right", no_wrap=True)
@@ -262,13 +267,13 @@ def _token_table(segment: Segment, record: SegmentRecord | None, pieces: list[st
             token = Text().append(repr(pieces[at])[1:-1] or "·", _token_style(record, at))
             cells: list[str | Text] = [str(at), token, str(segment.token_ids[at]), maker, str(segment.versions[at]), _number(segment.logprobs[at])]
             if record is None:
-                mask = "no record" if segment.action_mask[at] else _MASKS[NON_FINITE]
+                mask = "no record" if segment.action_mask[at] else masks[NON_FINITE]
                 table.add_row(*cells, "", "", mask)
                 continue
             with np.errstate(over="ignore"):
                 ratio = np.exp(record.trainer_logprobs[at] - segment.logprobs[at])
             reason = int(record.mask_reason[at])
-            mask = _MASKS.get(reason, MASK_REASONS[reason].replace("_", " "))
+            mask = masks.get(reason, MASK_REASONS[reason].replace("_", " "))
             table.add_row(
                 *cells,
                 _number(record.trainer_logprobs[at]),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sao.algorithms.catalogue import DIS, LOSSES
 from sao.errors import DataError
 from sao.learner.protocol import REJECTED_HIGH, REJECTED_LOW
 from sao.report.arrow import list_views, numpy_column
@@ -68,6 +69,20 @@ class RunData:
                 return default
             node = node[key]
         return node
+
+    @property
+    def loss(self) -> str:
+        return str(self.setting("algo.loss", DIS))
+
+    @property
+    def rule(self) -> str:
+        """By which the loss leaves tokens out: `band (0.7, 6)` under DIS, else `loss NAME (arguments)`; empty where the configuration does not say."""
+        low, high = self.setting("algo.eps_low"), self.setting("algo.eps_high")
+        if self.loss == DIS:
+            return f"band ({1 - low:.4g}, {1 + high:.4g})" if isinstance(low, float | int) and isinstance(high, float | int) else ""
+        shipped = LOSSES[self.loss].arguments if self.loss in LOSSES else {}
+        given = ", ".join(f"{name}={value}" for name, value in {**shipped, **(self.setting("algo.loss_args") or {})}.items())
+        return f"loss {self.loss}" + (f" ({given})" if given else "")
 
     def axis(self, axis: Axis) -> list[dict[str, Any]]:
         """Records of one axis without what a rollback undid; read once, when `metrics` is complete."""

@@ -297,5 +297,9 @@ def _read(path: Path, columns: Sequence[str]) -> pa.Table:
         return read(path, columns)
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; the run stored no such step (see logger.trajectories)") from None
+    except KeyError as error:
+        raise DataError(f"{path} is not of this version of SAO ({error.args[0]}); take it away, or use the version that wrote it") from None
     except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet ({error}); remove it") from None
+        if isinstance(error, OSError) and error.strerror:  # the disk's or a permission's; the library's own have none
+            raise DataError(f"{path} cannot be read ({error.strerror}); mend that") from None
+        raise DataError(f"{path} cannot be read as Parquet ({' '.join(str(error).split())}); remove it") from None

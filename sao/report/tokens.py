@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sao.report.steps import numbered
 from sao.trajectory import Segment
 
 _WINDOW = 8  # tokens decoded before the one in question, enough to complete any character
@@ -66,7 +67,11 @@ def tokenizer_candidates(run_dir: Path, config: dict[str, Any], command: dict[st
     """Where a run's tokenizer may lie, the surest place first."""
     model = config.get("model")
     configured = model.get("path", "") if isinstance(model, dict) else ""
-    return [run_dir / "checkpoints" / "final" / "policy", str(command.get("model") or ""), str(configured or "")]
+    kept = [
+        run_dir / "checkpoints" / "final",
+        *reversed(numbered(run_dir / "checkpoints").values()),
+    ]  # a run that was stopped or killed has no final one
+    return [*(checkpoint / "policy" for checkpoint in kept), str(command.get("model") or ""), str(configured or "")]
 
 
 def makers(segment: Segment, pieces: Sequence[str], messages: Sequence[Mapping[str, Any]] = ()) -> NDArray[np.str_]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -14,7 +12,7 @@ from typing import Any
 
 from sao.environment import Message
 from sao.errors import ConfigError, RewardFailure
-from sao.tasks.target import load_target, one_line
+from sao.tasks.target import load_target, one_line, place_of
 
 KEY = "reward.function"
 SHAPES = "write `def reward(completion, row)` or verl's `def compute_score(data_source, solution_str, ground_truth, extra_info)`"
@@ -110,6 +108,4 @@ def as_score(value: Any, style: str = "row") -> float:
 
 def raised(name: str, error: BaseException) -> RewardFailure:
     """The failure of a function that raised, with the place in the user's file."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-    return RewardFailure(f"{KEY}={name} raised {one_line(error)}{place}", "raised")
+    return RewardFailure(f"{KEY}={name} raised {one_line(error)}{place_of(error)}", "raised")

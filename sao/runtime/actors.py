@@ -164,7 +164,7 @@ class LearnerActor:
         self.config, self.model_path, self.run_dir = config, model_path, Path(run_dir)
         self.learner = TorchLearner(config, model_path, total_steps=config.train.steps, check_logprobs=True)
         self.writer = TrajectoryWriter(self.run_dir)
-        self.took_over = self.went_back = False
+        self.took_over = False
         self.background = ThreadPoolExecutor(1)
         self.pending: Any = None
 
@@ -176,14 +176,10 @@ class LearnerActor:
 
     def step(self, step: int, *trajectories: Trajectory) -> StepReport:
         """Train one batch. Its file in the run store is written while the next step computes, and is complete when that one returns."""
-        from sao.errors import LearnerFailure
         from sao.learner.protocol import StepReport
-        from sao.runtime.lineage import took_over
 
         if not self.took_over:
-            with _disk_faults(LearnerFailure, str(self.run_dir), "take another disk, and go on with `sao train resume=RUN`"):
-                took_over(self.run_dir, step, self.config, self.model_path, went_back=self.went_back)
-            self.took_over = True
+            self._take_over(step)
         version = self.learner.version
         report = self.learner.step(trajectories, step)
         self._written()
@@ -215,10 +211,19 @@ class LearnerActor:
     def restore(self, directory: str) -> None:
         self.learner.restore(directory)
 
-    def go_back(self, directory: str, version: int) -> None:
+    def go_back(self, directory: str, version: int, steps_done: int) -> None:
+        """Take up the weights in `directory` as `version`: a roll-back, from which another stretch of the lineage begins."""
         self.learner.restore(directory)
+        self._take_over(steps_done, back_to=self.learner.version)
         self.learner.renumber(version)
-        self.took_over, self.went_back = False, True  # the next step is the first of another stretch
+
+    def _take_over(self, step: int, *, back_to: int | None = None) -> None:
+        from sao.errors import LearnerFailure
+        from sao.runtime.lineage import took_over
+
+        with _disk_faults(LearnerFailure, str(self.run_dir), "take another disk, and go on with `sao train resume=RUN`"):
+            took_over(self.run_dir, step, self.config, self.model_path, back_to=back_to)
+        self.took_over = True
 
     def _written(self) -> None:
         """Surface an error of the last background write instead of losing it."""

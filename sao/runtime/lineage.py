@@ -1,10 +1,10 @@
 """Which learner trained which steps: learner.jsonl, a line for every learner process that took over, appended before its first step.
 
-    {"first_step": 20, "went_back": false, "model": "...", "config": {...}, "made_on": {"torch": ..., "threads": ..., ...}}
+    {"first_step": 20, "back_to": null, "model": "...", "config": {...}, "made_on": {"torch": ..., "threads": ..., ...}}
 
 A run that is resumed, and one whose learner was lost, goes back to a checkpoint and trains what came after it again. So the step s of the
-surviving lineage belongs to the last line with first_step <= s. A learner that took up earlier weights without training those batches again
-(`went_back`) makes a gap: what it trains follows from a checkpoint, not from the step before.
+surviving lineage belongs to the last line with first_step <= s. A learner that took up earlier weights, those of version `back_to`, without training
+those batches again (a roll-back) makes a gap: what it trains follows from a checkpoint, not from the step before, and the steps in between are undone.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class Stretch:
     """Steps from `first_step` on that one learner trained.
 
     model: directory of the policy the run started from. made_on: what numbers may depend on beside the configuration; empty where a run of an older
-    version kept no record. went_back: it did not begin with the weights of the step before.
+    version kept no record. back_to: the version whose weights it began with instead of those of the step before.
     """
 
     first_step: int
     config: Config
     model: str
     made_on: Mapping[str, Any] = field(default_factory=dict)
-    went_back: bool = False
+    back_to: int | None = None
 
 
-def took_over(run_dir: Path, first_step: int, config: Config, model: str, *, went_back: bool = False) -> None:
-    """Record that this process trains the run from `first_step` on."""
-    line = {"first_step": first_step, "went_back": went_back, "model": model, "config": asdict(config), "made_on": made_on()}
+def took_over(run_dir: Path, first_step: int, config: Config, model: str, *, back_to: int | None = None) -> None:
+    """Record that this process trains the run from `first_step` on; `back_to`: with the weights of that version, which a roll-back took up again."""
+    line = {"first_step": first_step, "back_to": back_to, "model": model, "config": asdict(config), "made_on": made_on()}
     append_record(run_dir / FILE, line)
 
 
@@ -62,15 +62,16 @@ def made_on() -> dict[str, Any]:
 def stretches(run_dir: Path) -> list[Stretch]:
     """The learners of a run in the order they took over; of a run without a record, one that trained everything under config.yaml.
 
-    Raises UserError where a configuration is of another version than this one reads.
+    Raises UserError where a configuration or a line is of another version than this one reads.
     """
     command = read_command(run_dir)
     try:
-        found = [Stretch(r["first_step"], _config(r["config"]), r["model"], r["made_on"], r["went_back"]) for r in read_jsonl(run_dir / FILE)]
+        found = [Stretch(r["first_step"], _config(r["config"]), r["model"], r["made_on"], r["back_to"]) for r in read_jsonl(run_dir / FILE)]
         return found or [Stretch(0, from_yaml(run_dir / "config.yaml"), str(command.get("model", "")))]
-    except ConfigError as error:
+    except (ConfigError, KeyError) as error:
         by, this = command.get("sao", "an unknown version"), started_by()
-        raise UserError(f"{run_dir} was made by SAO {by}, this is {this}, and the configuration differs ({error})") from None
+        what = f"a line of {FILE} has no {error}" if isinstance(error, KeyError) else f"the configuration differs ({error})"
+        raise UserError(f"{run_dir} was made by SAO {by}, this is {this}, and {what}") from None
 
 
 def stretch_of(found: list[Stretch], step: int) -> Stretch:
@@ -78,10 +79,11 @@ def stretch_of(found: list[Stretch], step: int) -> Stretch:
     return next((s for s in reversed(found) if s.first_step <= step), found[0])
 
 
-def last_gap(found: list[Stretch], step: int) -> int:
-    """The last step up to `step` that does not follow from the one before it; 0 where all do."""
-    gaps = [s.first_step for at, s in enumerate(found) if s.went_back and not any(later.first_step < s.first_step for later in found[at + 1 :])]
-    return max((gap for gap in gaps if gap <= step), default=0)
+def roll_backs(run_dir: Path) -> list[int]:
+    """Training steps done at every roll-back that no later return to an older checkpoint has undone in its turn."""
+    lines = read_jsonl(run_dir / FILE)
+    found = ((line["first_step"], line.get("back_to"), lines[at + 1 :]) for at, line in enumerate(lines))
+    return [step for step, version, later in found if version is not None and all(line["first_step"] >= step for line in later)]
 
 
 def _config(values: Mapping[str, Any]) -> Config:

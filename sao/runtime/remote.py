@@ -162,7 +162,7 @@ class RemoteLearner:
 
     async def go_back(self, directory: str, version: int) -> None:
         """Take up the state in `directory` as `version`; the steps done stay done. Engines may be given that number a second time."""
-        await self._ask(lambda actor: actor.go_back.remote(directory, version))
+        await self._ask(lambda actor: actor.go_back.remote(directory, version, self.steps_done))
         self._went_back = directory, version, self.steps_done
         await self.on_revived()
 
@@ -188,7 +188,7 @@ class RemoteLearner:
             first = checkpoint.step
         if self._went_back is not None and self._went_back[2] > first:
             directory, version, first = self._went_back
-            await call(actor.go_back.remote(directory, version), self.name, LearnerFailure, self.timeout_s)
+            await call(actor.go_back.remote(directory, version, first), self.name, LearnerFailure, self.timeout_s)
         for step in range(first, self.steps_done):
             kept = self._unwritten.get(step)
             handles = list(kept) if kept is not None else await asyncio.to_thread(self.store.handles, step)

@@ -63,11 +63,16 @@ def checkpoint(run: Path, name: str) -> Path:
     if name not in names:
         raise UserError(f"{run} has no checkpoint {name!r}; there are {', '.join(names)}: set checkpoint={names[-1]}")
     folder = run / FOLDER / name
-    fault = damage(folder) if (folder / MANIFEST).exists() or name != FINAL else _damage_without_manifest(folder)
+    fault = fault_of(folder)
     if fault:
         others = f"; name another: {', '.join(f'checkpoint={other}' for other in names if other != name)}" if len(names) > 1 else ""
         raise UserError(f"{folder} is damaged, {fault}{others}")
     return folder
+
+
+def fault_of(folder: Path) -> str | None:
+    """What is wrong with a checkpoint of any name, or None; `damage`, but for a final one that an older version wrote without a manifest."""
+    return damage(folder) if (folder / MANIFEST).exists() or folder.name != FINAL else _damage_without_manifest(folder)
 
 
 def _damage_without_manifest(folder: Path) -> str | None:

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from typing import Any
 
 from sao.errors import ConfigError
@@ -16,6 +17,12 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     """`Type: message` of an exception, on one line and at most `limit` characters."""
     text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def place_of(error: BaseException) -> str:
+    """` at file.py:12`, the innermost line of Python that raised; empty when there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
 def load_target(target: str, key: str) -> Any:

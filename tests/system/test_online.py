@@ -28,6 +28,12 @@ def start(module: str, folder: Path, *overrides: str, **environment: str) -> sub
     return subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)} | environment, capture_output=True, text=True, timeout=500)
 
 
+def inspect(run: Path, *arguments: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "sao.cli", "inspect", str(run), *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+
+
 def test_a_stream_that_changes_with_every_version_checked_before_it_serves(tmp_path):
     run = tmp_path / "run"
     phases = "[{name: cute, start: 0, args: {style: cute}}, {name: chuunibyou, start: 48, args: {style: chuunibyou}}]"
@@ -62,6 +68,7 @@ def test_a_poisoned_update_is_undone(tmp_path, guard, counted):
     assert train[-1][counted] == 1.0 and train[-1]["train/version"] == 16
     ledger = json.loads((run / "ledger.json").read_text())
     assert ledger["closes"] and ledger["prompts"]["dropped"]["rolled_back"] > 0
+    assert inspect(run, "--dropped").count("rolled_back") >= ledger["prompts"]["dropped"]["rolled_back"]
     assert (run / "checkpoints/good/policy/model.safetensors").exists() and list((run / "checkpoints").glob("step-*"))
     rewards = [r["reward/mean"] for r in train]
     assert np.mean(rewards[-3:]) > 0.4  # noise pleases the judge never

@@ -77,6 +77,10 @@ SOURCE = Path(sao.__file__).parent
         (["algo=single_dis", "run.phase=critic"], "trains no critic; choose algo=sao"),
         (["algo=single_dis", "critic.path=there"], "trains no critic; empty it"),
         (["critic.updates=0"], "a critic that is never trained"),
+        (["algo=single_dis", "critic.updates=-1"], "critic.updates=-1 must not be negative"),
+        (["experiment=smollm2", "algo=grpo"], "algo.values=before is read by algo.advantage=gae alone"),
+        (["experiment=smollm2", "algo=grpo"], "(where an experiment sets it, give algo.values=after)"),
+        (["algo=single_dis", "algo.lambda_policy=0.5"], "give algo.lambda_policy=null)"),
         (["algo=vapo", "algo.denominator=accepted"], "set all"),
         (["algo=grpo", "rollout.rollouts_per_prompt=1"], "set rollout.rollouts_per_prompt to 2 or more"),
         (["algo=grpo", "train.batch_size=12"], "train.batch_size=12 must be a multiple of rollout.rollouts_per_prompt=8"),
@@ -212,10 +216,19 @@ def test_one_part_of_sao_off_changes_that_part_alone():
 
 
 def test_bounds_given_as_epsilons_are_legal_and_warned_of():
-    assert not cautions(compose(BASE))
+    assert not cautions(compose(BASE), None)
     for overrides in (["algo.eps_low=1.2"], ["algo=ppo_clip", "algo.loss_args.eps_low=1"]):
-        (line,) = cautions(compose([*BASE, *overrides]))
+        (line,) = cautions(compose([*BASE, *overrides]), None)
         assert "eps_low=1" in line and "leaves no lower bound" in line
+
+
+@pytest.mark.parametrize(("tasks", "warned"), [(None, True), (40, True), (39, False), (64, True)])
+def test_a_running_mean_per_prompt_whose_prompts_never_come_again_is_warned_of(tasks, warned):
+    """Every advantage would be 0, and the run would look like one that trains."""
+    config = compose([*BASE, "algo.advantage=running_mean", "train.steps=5", "train.batch_size=8"])
+    assert bool(cautions(config, tasks)) == warned
+    config.algo.advantage_args = {"per_task": False}
+    assert not cautions(config, tasks)
 
 
 def test_choices_name_real_keys_and_contain_the_default():

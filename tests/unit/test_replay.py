@@ -23,7 +23,7 @@ from sao.report.metrics import MetricsWriter
 from sao.report.steps import step_name
 from sao.report.store import TrajectoryWriter, read_trajectories, step_path, write_file
 from sao.runtime.checkpoints import Checkpoints
-from sao.runtime.lineage import last_gap, stretch_of, stretches, took_over
+from sao.runtime.lineage import roll_backs, stretch_of, stretches, took_over
 from sao.trajectory import EpisodeId
 from tests.unit.learner.learner_builders import batch, config, save_model
 
@@ -52,16 +52,22 @@ class Run:
         if first:
             learner.restore(str(self.folder / "checkpoints" / f"step-{first:06d}"))
         took_over(self.folder, first, settings, self.model)
+        return self.go_on(learner, first, until)
+
+    def go_on(self, learner: TorchLearner, first: int, until: int) -> TorchLearner:
         for step in range(first, until):
             version, trajectories = learner.version, numbered(step)
             report = learner.step(trajectories, step)
             self.writer.write(step, trajectories, report.records, version)
             self.metrics.log("train", step, report.metrics)
             if (step + 1) % self.every == 0:
-                scratch = self.checkpoints.begin(step_name(step + 1))
-                learner.save(str(scratch))
-                self.checkpoints.commit(scratch, {"version": learner.version, "batches_done": step + 1})
+                self.keep(learner, step + 1)
         return learner
+
+    def keep(self, learner: TorchLearner, done: int) -> None:
+        scratch = self.checkpoints.begin(step_name(done))
+        learner.save(str(scratch))
+        self.checkpoints.commit(scratch, {"version": learner.version, "batches_done": done})
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +150,13 @@ def test_one_flipped_metric_is_found_and_named(copy):
     assert (found.first.step, found.first.what) == (7, "metric critic/grad_norm") and found.tallies["metrics"].differ == 1
 
 
+def sign(checkpoint: Path) -> None:
+    """Make the manifest that of the files as they are now: what another arithmetic, not the disk, would have left."""
+    scratch = checkpoint.rename(checkpoint.with_name(f".making-{checkpoint.name}"))
+    (scratch / "manifest.json").unlink()
+    Checkpoints(checkpoint.parents[1], keep=9).commit(scratch, json.loads((scratch / "state.json").read_text()))
+
+
 @pytest.mark.parametrize("part", ["policy", "critic"])
 def test_one_flipped_weight_is_found_and_named(copy, part):
     path = copy / "checkpoints" / "step-000009" / part / "model.safetensors"
@@ -151,6 +164,7 @@ def test_one_flipped_weight_is_found_and_named(copy, part):
     name = sorted(n for n in tensors if tensors[n].ndim == 2)[0]
     tensors[name].view(torch.int32)[1, 2] ^= 1
     save_file(tensors, path, metadata={"format": "pt"})
+    sign(copy / "checkpoints" / "step-000009")
     found = replay(copy, 8).found
     columns = tensors[name].shape[1]
     assert (found.first.what, found.first.where) == (f"{part} weights", f"{name}, element {columns + 2}")
@@ -177,6 +191,22 @@ def test_a_damaged_checkpoint_is_not_started_from(copy):
     result = replay(copy, 7, said.append)
     assert result.start == "the initial weights" and result.found.bit_equal
     assert "step-000006 is not used: learner.pt is not what was written" in said[0]
+
+
+@pytest.mark.parametrize("file", ["policy/model.safetensors", "learner.pt", "critic/model.safetensors", "manifest.json"])
+@pytest.mark.parametrize("how", ["cut", "gone"])
+def test_a_damaged_checkpoint_is_not_compared_with(copy, file, how):
+    path = copy / "checkpoints" / "step-000009" / file
+    if how == "cut":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    else:
+        path.unlink()
+    result = replay(copy, 8)
+    assert result.found.bit_equal and result.weights == ["final"]
+    assert result.found.notes[0].startswith("checkpoint step-000009 is not compared: ")
+    shutil.rmtree(copy / "checkpoints" / "final" / "critic")
+    result = replay(copy, 8)
+    assert result.weights == [] and "checkpoint final is not compared: critic is missing" in result.found.notes[1]
 
 
 def test_a_run_that_was_resumed_with_another_rate_and_one_that_lost_its_learner(tmp_path, model):
@@ -206,13 +236,30 @@ def test_a_run_that_was_resumed_with_another_rate_and_one_that_lost_its_learner(
 
 def test_a_roll_back_is_not_rolled_through(copy):
     """A learner that took up older weights trains on from a checkpoint, not from the step before."""
-    took_over(copy, 7, stretches(copy)[0].config, stretches(copy)[0].model, went_back=True)
-    assert last_gap(stretches(copy), 6) == 0 and last_gap(stretches(copy), 8) == 7
+    first = stretches(copy)[0]
+    took_over(copy, 7, first.config, first.model, back_to=1)
+    assert roll_backs(copy) == [7]
     with pytest.raises(UserError, match="comes after a roll-back before step 7, and no checkpoint made since is left"):
         replay(copy, 8)
     assert replay(copy, 6).found.bit_equal
-    took_over(copy, 6, stretches(copy)[0].config, stretches(copy)[0].model)
-    assert last_gap(stretches(copy), 8) == 0, "a resume from before it has undone the roll-back"
+    took_over(copy, 6, first.config, first.model)
+    assert roll_backs(copy) == [], "a resume from before it has undone the roll-back"
+
+
+def test_what_a_roll_back_undid_is_not_compared_with_what_was_saved_after_it(tmp_path, model):
+    """Four steps, the last undone: the checkpoint after it holds the weights of version 3 as version 4; two more steps follow."""
+    run = Run(tmp_path / "run", model, config(), every=1)
+    learner = run.train(0, 4)
+    learner.restore(str(run.folder / "checkpoints" / "step-000003"))
+    took_over(run.folder, 4, run.settings, model, back_to=learner.version)
+    learner.renumber(4)
+    run.keep(learner, 4)
+    run.go_on(learner, 4, 6)
+    assert roll_backs(run.folder) == [4]
+    undone = replay(run.folder, 3)
+    assert undone.found.bit_equal and undone.weights == [] and "a roll-back undid step 3" in undone.found.notes[0]
+    after = replay(run.folder, 5)
+    assert after.found.bit_equal and after.weights == ["step-000006"]
 
 
 def test_another_machine_is_named(copy):
@@ -239,6 +286,9 @@ def test_what_cannot_be_replayed_is_refused_in_a_sentence(copy, tmp_path):
         replay(copy, 6)
     os.remove(step_path(copy, 6))
     with pytest.raises(UserError, match="needs the batches from step 6 on, and that of step 6 is not stored"):
+        replay(copy, 7)
+    (copy / "learner.jsonl").write_text('{"first_step": 0}\n')
+    with pytest.raises(UserError, match=r"was made by SAO an unknown version, this is .*, and a line of learner\.jsonl has no 'config'"):
         replay(copy, 7)
 
 

@@ -28,7 +28,7 @@ def icepop(inputs: LossInputs, *, mask_low: float, mask_high: float, eps_low: fl
     terms = terms_of(replace(inputs, mask=inputs.mask.bool() & known))
     to_old = terms_of(replace(inputs, mask=terms.counted, behaviour=inputs.old))
     mismatch = torch.where(terms.counted, at_least_fp32(inputs.old) - at_least_fp32(inputs.behaviour), 0.0)
-    below, above = mismatch < math.log(mask_low), mismatch > math.log(mask_high)
+    below, above = terms.counted & (mismatch < math.log(mask_low)), terms.counted & (mismatch > math.log(mask_high))
     inside = terms.counted & ~below & ~above
     cut = clipped(to_old, eps_low=eps_low, eps_high=eps_high)
     low, high = below | cut.low & ~above, above | cut.high & ~below

@@ -156,6 +156,7 @@ def test_the_effective_sample_size_is_that_of_the_weights_used(model_path):
 
 
 OWN = """
+import numpy as np
 import torch
 from sao.algorithms.catalogue import needs
 from sao.algorithms.policy_loss import TokenLoss, terms_of
@@ -178,8 +179,55 @@ def forgets(outcomes, state):
     return outcomes.rewards[:1], state
 
 
+def counts_itself(outcomes, state):
+    return outcomes.rewards, {"seen": {"mean": [np.float64(outcomes.rewards.mean())]}}
+
+
+def stateless(outcomes, state):
+    return outcomes.rewards
+
+
+def words(outcomes, state):
+    return ["good"] * len(outcomes.rewards), state
+
+
+def broken(outcomes, state):
+    return outcomes.rewards - state["mean"], state
+
+
+def learned(outcomes, state):
+    return torch.nn.Parameter(outcomes.rewards), state
+
+
 def sums(inputs):
     return inputs.logprobs.sum()
+
+
+def fates(inputs, **changes):
+    terms = terms_of(inputs)
+    none = torch.zeros_like(terms.counted)
+    total = -(terms.advantages * terms.logprobs).sum()
+    return TokenLoss(total, terms.counted, terms.counted, none, none, terms.log_ratio)._replace(**changes)
+
+
+def detached(inputs):
+    return fates(inputs, total=fates(inputs).total.detach())
+
+
+def twice(inputs):
+    return fates(inputs, low=terms_of(inputs).counted)
+
+
+def short(inputs):
+    return fates(inputs, weight=torch.ones(1))
+
+
+def numbers(inputs):
+    return fates(inputs, counted=torch.ones(len(inputs.mask)))
+
+
+def divides(inputs):
+    return 1 / (len(inputs.mask) * 0)
 
 
 @needs("telepathy")
@@ -213,13 +261,30 @@ def test_a_loss_and_an_advantage_from_outside_the_package(model_path, tmp_path, 
 
 @pytest.mark.parametrize(
     ("kind", "function", "says"),
-    [("advantage", "forgets", "one finite number for each"), ("loss", "sums", "must return a TokenLoss")],
+    [
+        ("advantage", "forgets", "one finite number for each"),
+        ("advantage", "stateless", "returned a value of type Tensor; it must return two things"),
+        ("advantage", "words", "advantages that are no numbers"),
+        ("advantage", "counts_itself", r"state\['seen'\]\['mean'\]\[0\] is of type float64; the state must be a dict of plain numbers"),
+        ("advantage", "broken", r"raised KeyError: 'mean' at my_algorithms.py:\d+"),
+        ("loss", "sums", "must return a TokenLoss"),
+        ("loss", "detached", "a total without a graph, which trains nothing"),
+        ("loss", "twice", "not one of accepted, low and high"),
+        ("loss", "short", r"`weight` that is not a number for each of the \d+ tokens"),
+        ("loss", "numbers", r"`counted` that is not a bool for each of the \d+ tokens"),
+        ("loss", "divides", r"raised ZeroDivisionError: division by zero at my_algorithms.py:\d+"),
+    ],
 )
 def test_a_function_that_returns_something_else_is_a_named_failure(model_path, own, kind, function, says):
     made = config(**{f"algo__{kind}": f"my_algorithms:{function}"})
     with pytest.raises(LearnerFailure, match=says) as caught:
         TorchLearner(made, model_path, total_steps=4).step(episodes(), 0)
-    assert f"algo.{kind}=my_algorithms:{function}" in str(caught.value)
+    assert f"algo.{kind}=my_algorithms:{function}" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_advantage_that_brings_a_graph_is_a_constant(model_path, own):
+    report = TorchLearner(config(algo__advantage="my_algorithms:learned"), model_path, total_steps=4).step(episodes(), 0)
+    assert report.version == 1 and report.metrics["actor/advantage_abs_mean"] > 0
 
 
 @pytest.mark.parametrize(

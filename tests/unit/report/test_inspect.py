@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from fake_run import encode, make_run, write_tokenizer
 from rich.console import Console
@@ -107,6 +108,25 @@ def test_each_sampled_token_has_everything_that_was_made_of_it(tmp_path: Path) -
     assert row(text, at[0]) == [str(at[0]), "a", *token, "out:", "ratio", "below", "the", "band", *numbers]
     assert row(text, at[1]) == [str(at[1]), "b", str(trajectory.segments[0].token_ids[at[1]]), "policy", "3", "out:", "no", "finite", "log-prob"]
     assert "above the band" in " ".join(row(text, at[2])) and row(text, at[3])[8:] == ["trained", *numbers]
+
+
+def test_a_token_is_left_out_by_the_loss_of_the_run_not_by_a_band_it_does_not_have(tmp_path: Path) -> None:
+    run, trajectory = folder(tmp_path), episode(0)
+    (run / "config.yaml").write_text("algo:\n  loss: ppo_clip\n  loss_args:\n    eps_high: 0.3\n  eps_low: 0.3\n  eps_high: 5.0\n")
+    TrajectoryWriter(run).write(0, [trajectory], [record(trajectory, [REJECTED_LOW, NON_FINITE, REJECTED_HIGH, TRAINED, TRAINED])], 4)
+    text = shown(run, (0, None))
+    assert "loss ppo_clip (eps_low=0.2, eps_high=0.3)" in text and "band" not in text
+    assert "out: cut from below by ppo_clip" in text and "out: cut from above by ppo_clip" in text
+
+
+def test_a_run_that_was_killed_has_its_tokenizer_in_its_checkpoints(tmp_path: Path) -> None:
+    """From the run folder alone: the model it started from may be gone, as one made for a single run is."""
+    run = folder(tmp_path)
+    (run / "checkpoints" / "final").rename(run / "checkpoints" / "step-000004")
+    (run / "checkpoints" / "step-000005" / "policy").mkdir(parents=True)
+    TrajectoryWriter(run).write(0, [episode(0)], [], 4)
+    text = shown(run, (0, None))
+    assert "be brief" in text and "token ids are shown" not in text
 
 
 def test_who_made_each_token(tmp_path: Path) -> None:
@@ -216,6 +236,7 @@ def test_what_is_not_there_is_named(run_dir: Path, tmp_path: Path) -> None:
         ((run_dir,), {"step": 99}, "--step 99 is not stored"),
         ((run_dir, (10**6, None)), {}, "episode 1000000 is neither among the trained nor among the dropped trajectories"),
         ((run_dir, (98, 7)), {}, r"episode 98\.7 does not exist"),
+        ((run_dir, (98, None)), {"dropped": True}, "leave one of the two out"),
         ((run_dir, (300, None)), {"step": 0}, "of step 0; leave --step out"),
     ):
         with pytest.raises(UserError, match=message) as caught:
@@ -257,3 +278,31 @@ def test_a_trajectory_that_cannot_be_had_any_more_is_counted(tmp_path: Path) -> 
     writer.wait()
     writer.close()
     assert writer.tokens_missed == 1 and not (run / "dropped").exists()
+
+
+def test_damaged_and_foreign_files_are_named_in_one_sentence(tmp_path: Path) -> None:
+    run = folder(tmp_path)
+    path = TrajectoryWriter(run).write(0, [episode(0)], [], 4)
+    whole, table = path.read_bytes(), pq.read_table(path)
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2 :] = (
+        bytes(len(whole) - len(whole) // 2 - 8) + whole[-8:]
+    )  # a footer that cannot be read, which the library tells in two lines
+
+    def foreign(path: Path) -> None:
+        pq.write_table(table.drop(["attempt"]), path)
+
+    def loss_of(**line: object) -> str:
+        return json.dumps(line) + "\n"
+
+    for damage, arguments, message in (
+        (lambda: path.write_bytes(whole[:-20]), ((0, None),), "cannot be read as Parquet .*; remove it"),
+        (lambda: path.write_bytes(flipped), ((0, None),), "cannot be read as Parquet .*; remove it"),
+        (lambda: foreign(path), ((0, None),), 'step-000000.parquet is not of this version of SAO .*"attempt"'),
+        (lambda: (run / "dropped.jsonl").write_text(loss_of(episode=[1, 0])), (), "dropped.jsonl is not of this version of SAO .*task_id"),
+        (lambda: (run / "dropped.jsonl").write_text(loss_of(ordinal=1)), (), "dropped.jsonl is not of this version of SAO .*episode"),
+    ):
+        damage()
+        with pytest.raises(UserError, match=message) as caught:
+            shown(run, *arguments, dropped=not arguments)
+        assert "\n" not in str(caught.value)

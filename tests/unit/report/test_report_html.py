@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from fake_run import make_run
 
+from sao.report.figures import correction
 from sao.report.html import render, write_report
 from sao.report.plots import Series, bar_chart, line_chart, log_ticks, short, ticks
 from sao.report.rundata import RunData, load_run
@@ -151,6 +152,15 @@ def test_a_ledger_that_does_not_close_says_so(run_dir: Path) -> None:
 def test_names_cannot_break_out_of_the_page() -> None:
     page = line_chart('<script>"', [Series("<b>", [1, 2], [1, 2]), Series("x", [1], [1])])
     assert "<script>" not in page and "<b></b>" not in page and "&lt;b&gt;" in page
+
+
+def test_what_cut_the_tokens_is_the_loss_of_the_run(run_dir: Path) -> None:
+    run = load_run(run_dir)
+    page = correction(run)
+    assert "Tokens rejected by DIS" in page and "band (0.7, 6)" in page
+    run.config["algo"] |= {"loss": "tis", "loss_args": {"cap": 3.0}}
+    page = correction(run)
+    assert "Tokens cut by tis" in page and "loss tis (cap=3.0)" in page and "DIS" not in page and "band" not in page
 
 
 def test_log_probs_of_the_same_version_agree(run_dir: Path) -> None:
