@@ -194,9 +194,10 @@ class Guard:
         await self.shadow.served()
 
     def metrics(self) -> dict[str, float]:
-        """Counted since the run began; the mean is left out until its window is full."""
+        """Counted since the run began; the mean is left out until its window is full, and where nobody watches it."""
         values = {f"online/{name}": float(count) for name, count in self.counts.items()}
-        values |= {"online/reward_mean": self.watch.mean} if self.watch.mean is not None else {}
+        if self.online.rollback_fall > 0 and self.watch.mean is not None:
+            values["online/reward_mean"] = self.watch.mean
         if self.online.shadow_drop > 0:
             values["timing_s/shadow"] = self._shadow_s
         return values
