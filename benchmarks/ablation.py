@@ -127,7 +127,11 @@ def found_by(sweep: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "rates": list(RATES),
         "seeds": list(TUNING_SEEDS),
         "chosen": analysis.best_rates(list(sweep.values())),
-        "finals": {f"{r['spec']['method']}-{r['spec']['task']}": [[c["lr"], c["seed"], c["final"]] for c in r["copies"]] for r in sweep.values()},
+        "runs": [
+            [r["spec"]["method"], r["spec"]["task"], c["lr"], c["seed"], c["final"], analysis.collapse(c["curve"], c["diverged_at"] is not None).kind]
+            for r in sweep.values()
+            for c in r["copies"]
+        ],
     }
 
 
@@ -151,7 +155,8 @@ def report(folder: Path, tuning: dict[str, Any]) -> None:
             row["collapse_rate"],
             1.0 if method == "sao" else 0.0,
             higher_is_better=method != "sao",
-            values=row["collapse_interval"],
+            values=[1.0] * row["collapsed"] + [0.0] * (row["runs"] - row["censored"] - row["collapsed"]),
+            interval=row["collapse_interval"],
             detail=shared
             | {
                 "spread is": "Wilson's 95 % interval",
@@ -184,8 +189,7 @@ def write_page(records: dict[str, Any], rows: dict[str, Any], tests: dict[str, A
     page.replace(PAGE, "equal steps", page.main_table(rows, ("sao", *EIGHTFOLD), BOUND, tasks))
     page.replace(PAGE, "bounds", page.bounds_table(rows, AT_ALL_BOUNDS, (0, BOUND, 16)))
     page.replace(PAGE, "tests", page.tests_table(tests))
-    chosen = "; ".join(f"{method} " + ", ".join(f"{tuning['chosen'].get(f'{method}-{task}', 0):g}" for task in tasks) for method in METHODS)
-    page.replace(PAGE, "rates", f"Chosen rates ({', '.join(tasks)}): {chosen}.")
+    page.replace(PAGE, "rates", page.sweep_table(tuning, METHODS, tasks))
     curves = {
         task: {m: [c["curve"] for c in records[f"{m}-{task}-{BOUND}"]["copies"]] for m in IN_FIGURE if f"{m}-{task}-{BOUND}" in records}
         for task in tasks

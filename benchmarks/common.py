@@ -57,6 +57,14 @@ def commit() -> str:
     return f"{head}+changes" if dirty else head
 
 
+def _as_typed(argument: str) -> str:
+    """A path inside the repository as seen from its root; one outside is nobody else's business."""
+    if not os.path.exists(argument):
+        return argument
+    path = Path(argument).resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else "DIR"
+
+
 def write_result(
     name: str,
     claim: str,
@@ -67,8 +75,9 @@ def write_result(
     values: Sequence[float],
     detail: dict[str, Any],
     kind: str = "measured",
+    interval: tuple[float, float] | None = None,
 ) -> None:
-    """One file a claim, in the form docs and `sao bench` read."""
+    """One file a claim, in the form docs and `sao bench` read. Its spread is that of `values`, or the `interval` where that says more."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     result = {
         "id": name,
@@ -76,13 +85,15 @@ def write_result(
         "value": value,
         "bar": bar,
         "higher_is_better": higher_is_better,
-        "spread": {"min": min(values), "median": statistics.median(values), "max": max(values), "n": len(values)},
+        "spread": {"low": interval[0], "high": interval[1], "n": len(values)}
+        if interval
+        else {"min": min(values), "median": statistics.median(values), "max": max(values), "n": len(values)},
         "kind": kind,
         "machine": machine(),
         "versions": versions(),
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python", *[os.path.relpath(a, ROOT) if os.path.exists(a) else a for a in sys.argv]]),
+        "command": " ".join(["python", *map(_as_typed, sys.argv)]),
         "detail": detail,
     }
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -11,13 +11,19 @@ BEGIN, END = "<!-- figures: python benchmarks/table.py -->", "<!-- end of figure
 UNITS = {"demo_minutes": " min", "first_step_seconds": " s"}
 
 
+def spread_of(spread: dict[str, float]) -> str:
+    if "low" in spread:
+        return f"95 % interval {spread['low']:.3g} to {spread['high']:.3g}, n = {spread['n']}"
+    return f"{spread['min']:.3g} to {spread['max']:.3g}, n = {spread['n']}" if spread["n"] > 1 else "one run"
+
+
 def table() -> str:
     lines = ["| claim | figure | bar | spread | at commit |", "|---|---|---|---|---|"]
     for path in sorted(RESULTS.glob("*.json")):
         r = json.loads(path.read_text())
         sign = ">=" if r["higher_is_better"] else "<="
         unit = UNITS.get(r["id"], "")
-        spread = f"{r['spread']['min']:.3g} to {r['spread']['max']:.3g}, n = {r['spread']['n']}" if r["spread"]["n"] > 1 else "one run"
+        spread = spread_of(r["spread"])
         simulated = " (simulated)" if r["kind"] == "simulated" else ""
         claim = r["claim"].replace("|", r"\|")  # a bar would end the cell
         lines.append(f"| {claim} (`{r['id']}`){simulated} | {r['value']:.3g}{unit} | {sign} {r['bar']:g}{unit} | {spread} | {r['commit']} |")

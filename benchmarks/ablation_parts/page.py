@@ -67,32 +67,52 @@ def main_table(rows: dict[str, dict[str, Any]], methods: Sequence[str], bound: i
 
 
 def bounds_table(rows: dict[str, dict[str, Any]], methods: Sequence[str], bounds: Sequence[int]) -> str:
-    """One line a method: final reward, collapses and masked share over all tasks, as the weights get older."""
-    lines = ["| method | " + " | ".join(f"bound {b}: final, collapsed, masked" for b in bounds) + " |", "|" + "---|" * (len(bounds) + 1)]
+    """One line a method: final reward, collapses, masked shares by sign and effective sample size over all tasks, as the weights get older."""
+    lines = [
+        "| method | " + " | ".join(f"bound {b}: final; collapsed; masked A>0, A<0; ESS" for b in bounds) + " |",
+        "|" + "---|" * (len(bounds) + 1),
+    ]
     for method in methods:
         cells = []
         for bound in bounds:
             row = rows.get(f"{method}-all-{bound}")
-            cells.append(
-                f"{row['final']:.3f} ± {row['final_high'] - row['final']:.3f}, {row['collapsed']}/{row['runs'] - row['censored']}, "
-                f"{number(_sum(row['masked_low'], row['masked_high']), 4)}"
-                if row
-                else "not run"
-            )
+            if not row:
+                cells.append("not run")
+                continue
+            gap = row["masked_by_gap"].get(str(bound), {})
+            masked = f"{number(gap.get('positive'), 4)}, {number(gap.get('negative'), 4)}"
+            collapsed = f"{row['collapsed']}/{row['runs'] - row['censored']}"
+            cells.append(f"{row['final']:.3f} ± {row['final_high'] - row['final']:.3f}; {collapsed}; {masked}; {number(row['ess'])}")
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _sum(low: float | None, high: float | None) -> float | None:
-    return None if low is None or high is None else low + high
+def sweep_table(tuning: dict[str, Any], methods: Sequence[str], tasks: Sequence[str]) -> str:
+    """One line a method: mean final reward and collapses over all tasks at each rate of the sweep, and the rate that was chosen on each task."""
+    lines = ["| method | " + " | ".join(f"{rate:g}: final; collapsed" for rate in tuning["rates"]) + " | chosen (" + ", ".join(tasks) + ") |"]
+    lines.append("|" + "---|" * (len(tuning["rates"]) + 2))
+    for method in methods:
+        cells = []
+        for rate in tuning["rates"]:
+            found = [(final, kind) for name, _, lr, _, final, kind in tuning["runs"] if name == method and lr == rate]
+            cells.append(
+                f"{np.mean([final for final, _ in found]):.3f}; {sum(kind == 'collapsed' for _, kind in found)}/{len(found)}" if found else "–"
+            )
+        chosen = ", ".join(f"{tuning['chosen'][f'{method}-{task}']:g}" if f"{method}-{task}" in tuning["chosen"] else "–" for task in tasks)
+        lines.append(f"| {method} | " + " | ".join(cells) + f" | {chosen} |")
+    return "\n".join(lines)
 
 
 def tests_table(tests: dict[str, dict[str, Any]]) -> str:
     lines = ["| sao minus | mean difference (95 %) | p | smallest effect found in 80 % |", "|---|---|---|---|"]
     lines += [
-        f"| {name} | {t['mean']:+.3f} ({t['low']:+.3f} to {t['high']:+.3f}) | {t['p']:.4f} | {t['detectable']:.3f} |" for name, t in tests.items()
+        f"| {name} | {t['mean']:+.3f} ({t['low']:+.3f} to {t['high']:+.3f}) | {_p(t['p'])} | {t['detectable']:.3f} |" for name, t in tests.items()
     ]
     return "\n".join(lines)
+
+
+def _p(value: float) -> str:
+    return "< 0.0001" if value < 1e-4 else f"{value:.4f}"
 
 
 def figure(curves: dict[str, dict[str, list[list[float]]]], rollouts: Sequence[float]) -> Figure:
@@ -108,7 +128,7 @@ def figure(curves: dict[str, dict[str, list[list[float]]]], rollouts: Sequence[f
             color = f"C{names.index(name)}"
             for seed in seeds:
                 axes.plot(rollouts, seed, color=color, linewidth=0.6, alpha=0.3)
-            axes.plot(rollouts, np.mean(seeds, axis=0), color=color, linewidth=1.8, label=name)
+            axes.plot(rollouts, np.mean(seeds, axis=0), color=color, linewidth=1.8, label=name, zorder=3 if name == names[0] else 2)
     panels[0].set_ylabel("held-out reward")
     handles, labels = panels[0].get_legend_handles_labels()
     drawn.legend(handles, labels, loc="outside right center", fontsize=8)
