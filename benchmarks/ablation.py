@@ -1,7 +1,7 @@
 """The ablation: SAO, SAO with any one part off, and the baselines, on three tasks, at equal rollouts.
 
-    python benchmarks/ablation.py             # the learning-rate sweep, the cells, the report; two processes of one thread
-    python benchmarks/ablation.py --tune      # the sweep alone
+    python benchmarks/ablation.py             # the cells at the published rates, the report; two processes of one thread
+    python benchmarks/ablation.py --tune      # the learning-rate sweep first, then the cells at the rates it finds
     python benchmarks/ablation.py --report    # results, tables and figure from the cells that are there
 
 Killed at any moment, the same command goes on: a cell is one JSON in --work, written when it is complete, and a pure function of its spec.
@@ -18,8 +18,8 @@ with it the extra wait of a group for its slowest member, which favours the grou
 unlike age in one batch, retries and drops. Whitening is off for all: it would give every method a batch mean on top of the baseline it is named after.
 
 **Tuning.** Each method gets the learning rate, of three, with the best mean final reward on each task over two seeds that are not used afterwards, at bound
-4, with the rollouts of the main cells (the critic's rate is 5 times the policy's, as in the paper). The sweep is in the results' JSON. Bounds 0 and 16 use
-the rates of bound 4; the x8 methods those of their namesakes.
+4, with the rollouts of the main cells (the critic's rate is 5 times the policy's, as in the paper). The sweep is published in the results' JSON, and the cells
+take their rates from there. Bounds 0 and 16 use the rates of bound 4; the x8 methods those of their namesakes.
 
 **Collapse**, defined before the first run, on the held-out curve (an evaluation at the start and every 25 steps):
 - best: the highest value so far, the warm start's included. A run is FALLEN at an evaluation whose value is below half of the best so far.
@@ -51,7 +51,7 @@ from ablation_parts import analysis, page
 from ablation_parts.cell import Plan, Spec, run_to_file
 from ablation_parts.methods import EIGHTFOLD, METHODS
 from ablation_parts.tasks import TASKS
-from common import ROOT, save_figure, write_result
+from common import RESULTS, ROOT, save_figure, write_result
 
 IDS = ("ablation_sao_collapse_rate", "ablation_grpo_collapse_rate", "ablation_sao_vs_running_mean_p", "ablation_sao_vs_single_dis_p")
 SEEDS, TUNING_SEEDS = (0, 1, 2, 3, 4), (100, 101)
@@ -121,16 +121,24 @@ def conclude(records: dict[str, dict[str, Any]]) -> tuple[dict[str, dict[str, An
     return rows, tests
 
 
-def report(folder: Path) -> None:
-    records = read(folder / "main")
-    sweep = read(folder / "tune")
-    rows, tests = conclude(records)
-    tuning = {
+def found_by(sweep: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What is published of a sweep: the rate of each method on each task, and every final reward behind it."""
+    return {
         "rates": list(RATES),
         "seeds": list(TUNING_SEEDS),
         "chosen": analysis.best_rates(list(sweep.values())),
         "finals": {f"{r['spec']['method']}-{r['spec']['task']}": [[c["lr"], c["seed"], c["final"]] for c in r["copies"]] for r in sweep.values()},
     }
+
+
+def published() -> dict[str, Any]:
+    tuning: dict[str, Any] = json.loads((RESULTS / f"{IDS[0]}.json").read_text())["detail"]["tuning"]
+    return tuning
+
+
+def report(folder: Path, tuning: dict[str, Any]) -> None:
+    records = read(folder / "main")
+    rows, tests = conclude(records)
     shared = {"method": "measured on an in-process sampler with a fixed delay of weights", "plan": vars(Plan())}
     for name, method in (("ablation_sao_collapse_rate", "sao"), ("ablation_grpo_collapse_rate", "grpo")):
         row = rows.get(f"{method}-all-16")
@@ -191,7 +199,7 @@ def write_page(records: dict[str, Any], rows: dict[str, Any], tests: dict[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tune", action="store_true", help="run the learning-rate sweep")
+    parser.add_argument("--tune", action="store_true", help="run the learning-rate sweep and use its rates in place of the published ones")
     parser.add_argument("--report", action="store_true", help="write results and page from the cells that are there")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "ablation", help="where cells are kept")
     parser.add_argument("--processes", type=int, default=2)
@@ -201,14 +209,13 @@ def main() -> None:
     methods = tuple(filter(None, options.only.split(","))) or everyone
     if unknown := set(methods) - set(everyone):
         sys.exit(f"--only {sorted(unknown)[0]} is no method; choose among {', '.join(everyone)}")
+    if options.tune:
+        run_all(tuning_specs(plan, methods), folder / "tune", options.processes)
+    tuning = found_by(read(folder / "tune")) if options.tune else published()
     if not options.report:
-        sweep = run_all(tuning_specs(plan, methods), folder / "tune", options.processes)
-        if options.tune:
-            return
-        rates = analysis.best_rates(list(sweep.values()))
-        run_all(main_specs(plan, rates, methods), folder / "main", options.processes)
+        run_all(main_specs(plan, tuning["chosen"], methods), folder / "main", options.processes)
     if methods == everyone:
-        report(folder)
+        report(folder, tuning)
 
 
 if __name__ == "__main__":

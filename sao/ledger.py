@@ -43,6 +43,10 @@ class Entry:
     tokens: int = 0
 
 
+def _entry_of(state: Mapping[str, Any]) -> Entry:
+    return Entry(**{**state, "episode_id": EpisodeId(*state["episode_id"])})
+
+
 class Ledger:
     """States move running -> buffered -> training -> trained; from any of them an episode can be dropped for a named reason."""
 
@@ -60,6 +64,7 @@ class Ledger:
         self.retried: Counter[str] = Counter()
         self.submitted_by_workload: Counter[str] = Counter()
         self.trained_by_workload: Counter[str] = Counter()
+        self.undoable: list[Entry] | None = None  # trained and may yet be undone, in order; None where nothing ever is
 
     def submit(self, episode_id: EpisodeId, task_id: str, environment: str, workload: str, version: int) -> None:
         """A first attempt starts under weights `version`."""
@@ -117,20 +122,32 @@ class Ledger:
             self.trained_tokens += entry.tokens
             self.trained_by_workload[entry.workload] += 1
             self.unpublished += awaits_publication
+            if self.undoable is not None:
+                self.undoable.append(entry)
 
-    def mark(self) -> dict[str, Any]:
-        """What is trained now, JSON-compatible, for `undo`."""
-        return {"trained": self.trained, "tokens": self.trained_tokens, "workloads": dict(self.trained_by_workload)}
+    def undo(self, mark: int, reason: str) -> list[Entry]:
+        """The learner went back to weights made when `trained` was `mark`: what was trained since is in no weights any more and counts as dropped.
 
-    def undo(self, mark: Mapping[str, Any], reason: str) -> None:
-        """The learner went back to the weights of `mark`: what was trained since is in no weights any more and counts as dropped."""
-        episodes, tokens = max(0, self.trained - mark["trained"]), max(0, self.trained_tokens - mark["tokens"])
-        self.trained -= episodes
-        self.trained_tokens -= tokens
-        self.dropped[reason] += episodes
-        self.dropped_tokens[reason] += tokens
-        for name, count in self.trained_by_workload.items():
-            self.trained_by_workload[name] = min(count, mark["workloads"].get(name, 0))
+        Returns those episodes, as far as they were kept in `undoable`.
+        """
+        undone = self._trained_since(mark)
+        for entry in undone:
+            self.trained -= 1
+            self.trained_tokens -= entry.tokens
+            self.trained_by_workload[entry.workload] -= 1
+            self.dropped[reason] += 1
+            self.dropped_tokens[reason] += entry.tokens
+            self.dropped_by_task[(reason, entry.task_id)] += 1
+        self.undoable = []
+        return undone
+
+    def for_good(self, mark: int) -> None:
+        """Nothing trained before `trained` was `mark` will be undone any more."""
+        self.undoable = self._trained_since(mark)
+
+    def _trained_since(self, mark: int) -> list[Entry]:
+        kept = self.undoable or []
+        return kept[len(kept) - min(len(kept), max(0, self.trained - mark)) :]
 
     def published(self) -> None:
         """Every live engine acknowledged weights that contain all that was trained."""
@@ -198,11 +215,13 @@ class Ledger:
             "dropped_by_task": [[reason, task, count] for (reason, task), count in self.dropped_by_task.items()],
             **{name: getattr(self, name) for name in _NUMBERS},
             **{name: dict(getattr(self, name)) for name in _COUNTERS},
+            **({"undoable": [asdict(entry) for entry in self.undoable]} if self.undoable is not None else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        entries = [Entry(**{**entry, "episode_id": EpisodeId(*entry["episode_id"])}) for entry in state["entries"]]
-        self.entries = {entry.episode_id.ordinal: entry for entry in entries}
+        self.entries = {entry.episode_id.ordinal: entry for entry in map(_entry_of, state["entries"])}
+        if self.undoable is not None:
+            self.undoable = [_entry_of(entry) for entry in state.get("undoable", [])]
         self.dropped_by_task = Counter({(reason, task): count for reason, task, count in state["dropped_by_task"]})
         for name in _NUMBERS:
             setattr(self, name, state[name])

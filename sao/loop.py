@@ -277,6 +277,8 @@ class TrainingLoop:
         self.batches_done = step + 1
         if self.guard is not None:
             self.guard.saw([item.meta for item in batch])
+            if self.batches_done == self.actor_from:
+                await self.guard.critic_ready(self.version)
         return report
 
     async def _next_batch(self, *, advance: bool) -> list[Finished[Any]] | None:
@@ -315,9 +317,9 @@ class TrainingLoop:
             await asyncio.gather(*self._holds, return_exceptions=True)  # whoever started them hears of their failures
             self._holds.clear()
             held = time.monotonic() - started
-        weights, undone = await self.learner.gather(), False
+        weights, undone = await self.learner.gather(), None
         if self.guard is not None and not await self.guard.passes(self.version, weights):
-            weights, undone = await self._go_back(self.guard), True
+            weights, undone = await self._go_back(self.guard)
         reports = await self.engines.publish(weights, self.version)
         self.published_version = self.version
         self.ledger.published()
@@ -326,15 +328,21 @@ class TrainingLoop:
         self.observer.publication(self.version, reports, time.monotonic() - started - held)
         if self.after_publication is not None:
             await self.after_publication(self.version)
-        if undone:
-            await self._checkpoint()  # a recovery must not train again what was undone
+        if undone is not None:
+            await self._checkpoint(needed=True)  # a recovery must not train again what was undone
+            for loss in undone:
+                self.observer.lost(loss)
         return held
 
-    async def _go_back(self, guard: Guard) -> Any:
-        """Undo what was trained since the last good version. Returns its weights, which take the number of the refused ones."""
-        mark = await guard.go_back(self.version)
-        self.ledger.undo(mark, "rolled_back")
-        return await self.learner.gather()
+    async def _go_back(self, guard: Guard) -> tuple[Any, list[Loss]]:
+        """Undo what was trained since the last good version. Returns its weights, which take the number of the refused ones, and what was undone."""
+        good, trained = await guard.go_back(self.version)
+        message = f"trained, then undone: version {self.version} was refused and version {good} came back; its tokens are in the file of its step"
+        losses = []
+        for entry in self.ledger.undo(trained, "rolled_back"):
+            where = entry.task_id, entry.environment, entry.workload
+            losses.append(Loss(entry.episode_id, *where, "rolled_back", message, entry.tokens, entry.version, self.batches_done - 1, False, None))
+        return await self.learner.gather(), losses
 
     # ------------------------------------------------------------------ going on after a crash
 
@@ -386,7 +394,8 @@ class TrainingLoop:
             self._readmit(batch)
             report = await self._learn(batch, step)
             seconds = time.monotonic() - started
-            self.observer.step(StepRow(step, report, batch, version, 0.0, seconds, 0.0, seconds))
+            metrics = self.guard.metrics() if self.guard is not None else {}
+            self.observer.step(StepRow(step, report, batch, version, 0.0, seconds, 0.0, seconds, metrics=metrics))
         self._drop_surplus()
         await self._publish()
 
@@ -420,9 +429,9 @@ class TrainingLoop:
         replayed = {item.meta.episode_id for item in batch}
         self.buffer.items = [item for item in self.buffer.items if item.meta.episode_id not in replayed]
 
-    async def _checkpoint(self) -> None:
+    async def _checkpoint(self, *, needed: bool = False) -> None:
         if self.checkpointer is not None:
-            await self.checkpointer.save(self.state_dict(), [item.handle for item in self.buffer.items])
+            await self.checkpointer.save(self.state_dict(), [item.handle for item in self.buffer.items], needed=needed)
             self._checkpointed = self.batches_done
 
     # ------------------------------------------------------------------ waking up

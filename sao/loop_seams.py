@@ -42,8 +42,11 @@ class LearnerHandle(Protocol):
 class Checkpointer(Protocol):
     """Keeps what a run needs to go on after a crash."""
 
-    async def save(self, state: dict[str, Any], buffered: Sequence[Any]) -> None:
-        """Store the loop's state, the learner's, and the trajectories behind the `buffered` handles, all of the same moment."""
+    async def save(self, state: dict[str, Any], buffered: Sequence[Any], *, needed: bool = False) -> None:
+        """Store the loop's state, the learner's, and the trajectories behind the `buffered` handles, all of the same moment.
+
+        One that cannot be stored is left out, unless it is `needed`: then it raises what is in the way.
+        """
         ...
 
 
@@ -62,10 +65,14 @@ class Guard(Protocol):
         """A batch was trained."""
         ...
 
+    async def critic_ready(self, version: int) -> None:
+        """The steps that train the critic alone are done."""
+        ...
+
     async def passes(self, version: int, weights: Any) -> bool: ...
 
-    async def go_back(self, version: int) -> Mapping[str, Any]:
-        """Restore good weights in the learner as `version`; returns the ledger's mark of the moment they were made."""
+    async def go_back(self, version: int) -> tuple[int, int]:
+        """Restore good weights in the learner as `version`; returns their own version and how many episodes had been trained in them."""
         ...
 
     async def published(self) -> None: ...

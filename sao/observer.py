@@ -190,14 +190,14 @@ class RunObserver:
         if result.temperature > 0:
             self.progress.update(**{f"accuracy_{result.eval}": result.mean} if result.eval in ("before", "after") else {})
 
-    def shadow(self, result: EvalResult, against: float | None, passed: bool) -> None:
+    def shadow(self, result: EvalResult, against: float, passed: bool) -> None:
         """A held-out result of weights that do not serve yet: metrics `eval/shadow/...`, and a line when they are refused."""
         values = {"eval/shadow/mean": result.mean, "eval/shadow/n": float(result.n), "eval/shadow/failed": float(result.failed)}
-        values |= {"eval/shadow/passed": float(passed), "eval/shadow/seconds": result.seconds}
+        values |= {"eval/shadow/passed": float(passed), "eval/shadow/against": against, "eval/shadow/seconds": result.seconds}
         self.metrics.log("eval", result.version, values)
         if not passed:
             self.event(
-                f"shadow evaluation: version {result.version} has {result.mean:.3f} on {result.n} held-out tasks, the weights that serve {against:.3f}; refused"
+                f"shadow evaluation: version {result.version} has {result.mean:.3f} {result.coverage}, the weights that serve {against:.3f}; refused"
             )
 
     def evaluation_missed(self, name: str, version: int, why: str) -> None:

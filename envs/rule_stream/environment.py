@@ -82,6 +82,11 @@ class RuleStreamEnvironment:
         return payload
 
     @classmethod
+    def optimum(cls, *, rule: str = "first", noise: float = 0.0) -> float:
+        """Expected reward of the right answer, to any prompt."""
+        return 1.0 - noise
+
+    @classmethod
     def demonstration(cls, rng: random.Random, clean: bool, *, rule: str = "first", noise: float = 0.0) -> list[Message]:
         """One conversation for `sao warmstart`: a rule taken at random, whatever the arguments say; unless clean, two in ten answers are no rule's."""
         payload = cls.generate_payload(rng, "train")

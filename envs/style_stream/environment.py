@@ -93,6 +93,13 @@ class StyleStreamEnvironment:
         return payload
 
     @classmethod
+    def optimum(
+        cls, *, style: str = "cute", candidates: Sequence[str] = CANDIDATES, noise: float = 0.0, reward: Mapping[str, Any] | None = None
+    ) -> float | None:
+        """Expected reward of a good line in the rewarded style; None with a judge, whose scale is its own."""
+        return None if reward else 1.0 - noise
+
+    @classmethod
     def demonstration(
         cls, rng: random.Random, clean: bool, *, style: str = "cute", candidates: Sequence[str] = CANDIDATES, noise: float = 0.0
     ) -> list[Message]:

@@ -93,7 +93,7 @@ def is_good(text: str, topic: str) -> bool:
     found = words(text)
     if not text.isascii() or "\n" in text or not text.endswith(tuple(ENDS)) or not FEWEST_WORDS <= len(found) <= MOST_WORDS:
         return False
-    return " ".join(words(topic)) in " ".join(found) and max(Counter(found).values()) <= MOST_REPEATS
+    return f" {' '.join(words(topic))} " in f" {' '.join(found)} " and max(Counter(found).values()) <= MOST_REPEATS
 
 
 def check_style(name: object, key: str) -> str:

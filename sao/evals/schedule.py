@@ -135,8 +135,8 @@ class Evaluations:
                 seed=self.config.seed,
                 samples_per_task=self.config.eval.samples if temperature > 0 else 1,
             )
-            if engine is not None and result.failed and not await self.engines.still_lent(engine):
-                raise EngineFailure(f"{engine}, which was lent to it, was lost, and {result.failed} of its episodes failed")
+            if engine is not None and result.failed:
+                await self._refuse_if_lost([engine], result)
             self.reporter.evaluation(result)
 
     async def shadow(self, tasks: Sequence[Task], version: int, weights: Any) -> EvalResult:
@@ -145,6 +145,13 @@ class Evaluations:
         `eval.placement` says which: with hold all of them, and generation for training waits; with replica one, and the others go on. An evaluation
         that still runs is waited for. What fails is tried once more; raises its SystemFailure then.
         """
+        return await self._twice(tasks, version, weights)
+
+    async def serving(self, tasks: Sequence[Task]) -> EvalResult:
+        """The same of the weights that serve, which the engines keep."""
+        return await self._twice(tasks, self.loop.published_version, None)
+
+    async def _twice(self, tasks: Sequence[Task], version: int, weights: Any | None) -> EvalResult:
         if self.running is not None:
             await asyncio.wait({self.running})
         try:
@@ -153,19 +160,21 @@ class Evaluations:
             self.reporter.evaluation_missed("shadow", version, f"{failure}; it is tried once more")
             return await self._shadow(tasks, version, weights)
 
-    async def _shadow(self, tasks: Sequence[Task], version: int, weights: Any) -> EvalResult:
+    async def _shadow(self, tasks: Sequence[Task], version: int, weights: Any | None) -> EvalResult:
         for _ in range(math.ceil(self.config.engine.start_timeout_s / ENGINE_POLL_S)):
             if self.engines.live:
                 break
             await asyncio.sleep(ENGINE_POLL_S)  # the only engine is being replaced
-        borrowed = self.engines.live if self.config.eval.placement == "hold" else self.engines.live[-1:]
+        live = self.engines.live
+        held = tuple(engine for engine in live if engine in self._borrowed)  # by the evaluation before this one, which nothing has followed yet
+        borrowed = live if self.config.eval.placement == "hold" else (held or live)[-1:]
         for engine in borrowed:
             await self.engines.lend(engine)
             await self.workers.lend(engine)
             self._borrowed.append(engine)
-        for engine in borrowed:
+        for engine in borrowed if weights is not None else ():
             await self.engines.try_on(engine, weights, version)
-        return await evaluate(
+        result = await evaluate(
             self.loop.workers,
             tasks,
             name="shadow",
@@ -174,6 +183,15 @@ class Evaluations:
             concurrency=self.config.engine.max_num_seqs * len(borrowed),
             seed=self.config.seed,
         )
+        if result.failed:
+            await self._refuse_if_lost(borrowed, result)
+        return result
+
+    async def _refuse_if_lost(self, engines: Sequence[str], result: EvalResult) -> None:
+        """Raise EngineFailure when one that was lent was lost, and episodes with it: what is left of them is no sample."""
+        for engine in engines:
+            if not await self.engines.still_lent(engine):
+                raise EngineFailure(f"{engine}, which was lent to it, was lost, and {result.failed} of its episodes failed")
 
     async def served(self) -> None:
         """What was borrowed has been published to, and trains again."""

@@ -26,6 +26,12 @@ def check_online(config: Config) -> None:
         _refuse(getattr(online, key) < 0, f"online.{key}={getattr(online, key)} must not be negative (0 is off)")
     for key in ("shadow_tasks", "rollback_window"):
         _refuse(getattr(online, key) <= 0, f"online.{key}={getattr(online, key)} must be above 0")
+    for key, switch in (("shadow_tasks", "shadow_drop"), ("rollback_window", "rollback_fall")):
+        value = getattr(online, key)
+        _refuse(
+            getattr(online, switch) == 0 and value != getattr(OnlineConfig(), key),
+            f"online.{key}={value} does nothing with online.{switch}=0; set online.{switch}, for instance with online=safe, or leave it out",
+        )
     if online.phases:
         _check_phases(online)
         _check_source(config)

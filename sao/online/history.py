@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from sao.config import Config
 from sao.config_yaml import from_yaml
+from sao.errors import ConfigError
 from sao.online import measures
 from sao.online.measures import Recovery, Stream
 from sao.online.schedule import Schedule, Shift
@@ -18,6 +20,7 @@ from sao.report.arrow import list_views, numpy_column
 from sao.report.jsonl import read_jsonl
 from sao.report.metrics import read_metrics, surviving
 from sao.report.store import read_columns, stored_steps
+from sao.tasks.source import environment_args, load_environment
 
 ANSWERS = 128  # last answers in which a collapse is looked for
 
@@ -45,10 +48,20 @@ class History:
         """Prompts of the stream that were drawn and trained, by the furthest."""
         return int(self.stream.positions.max()) + 1 if len(self.stream.positions) else 0
 
-    @property
-    def optimum(self) -> float:
-        """Expected reward of the right answer to any prompt of the streams that ship: 1, less the reward noise."""
-        return 1.0 - float(self.config.env.args.get("noise", 0.0))
+    @cached_property
+    def regret(self) -> measures.Floats | None:
+        """Rewards missed so far after each prompt, float64[N]; None where the environment does not say what was possible (a class method `optimum`)."""
+        config, names = self.config, {phase.name: phase.args for phase in self.config.online.phases}
+        try:
+            optimum = getattr(load_environment(config.env.target), "optimum", lambda **args: None)
+        except ConfigError:  # a class of the user's own, and this is another machine
+            return None
+        args, schedule = environment_args(config.env, config.reward), Schedule(config.online, config.seed)
+        best: dict[str, Any] = {name: optimum(**args | own) for name, own in names.items()}
+        if None in best.values():
+            return None
+        possible = [best[schedule.phase(position).name] for position in self.stream.positions.tolist()]
+        return measures.dynamic_regret(self.stream.rewards, possible)
 
     def step_of(self, shift: Shift) -> int:
         """The first training step that holds a prompt from after the shift."""
@@ -128,7 +141,7 @@ def recoveries(history: History) -> list[tuple[Shift, Recovery | None]]:
 
 
 def returns(history: History) -> list[dict[str, Any]]:
-    """Regimes that came back: the steps until SHARE of the level at the end of the first visit was reached, then and now."""
+    """Regimes that were learned and came back: the steps until SHARE of the level at the end of the first visit was reached, then and now."""
     shifts, stream = history.shifts, history.stream
     first_name = shifts[0].before if shifts else ""
     starts = [(first_name, 0), *((shift.after, shift.position) for shift in shifts)]
@@ -143,11 +156,22 @@ def returns(history: History) -> list[dict[str, Any]]:
             seen[name] = (start, float(part.rewards[-measures.WINDOW :].mean()))
             continue
         began, level = seen[name]
+        if level < measures.LEARNED:
+            continue  # chance alone regains what was never learned
         first_end = next(e for (n, s), e in zip(starts, ends, strict=True) if (n, s) == (name, began))
         then = measures.steps_to_level(stream, measures.SHARE * level, began, first_end)
         now = measures.steps_to_level(stream, measures.SHARE * level, start, end)
         found.append({"phase": name, "position": start, "first_steps": then, "steps": now, "savings": measures.savings(then, now)})
     return found
+
+
+def forgotten(history: History) -> dict[str, float]:
+    """`measures.forgetting` of every phase whose time has ended, by name; one that is rewarded again is left out."""
+    ended = {shift.before: history.step_of(shift) for shift in history.shifts}
+    if history.shifts:
+        ended.pop(history.shifts[-1].after, None)
+    found = {name: measures.forgetting(history.accuracy.get(name, ()), step) for name, step in ended.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def summary(history: History) -> dict[str, Any]:
@@ -159,15 +183,14 @@ def summary(history: History) -> dict[str, Any]:
         if found is not None:
             row |= {name: _known(value) for name, value in asdict(found).items()} | {"dip": found.dip}
         shifts.append(row)
-    regret = measures.dynamic_regret(history.stream.rewards, history.optimum)
     return {
         "prompts": len(history.stream.rewards),
-        "reward": float(history.stream.rewards.mean()) if len(regret) else None,
-        "regret": float(regret[-1]) if len(regret) else None,
+        "reward": float(history.stream.rewards.mean()),
+        "regret": None if history.regret is None else float(history.regret[-1]),
         "shifts": shifts,
         "returns": returns(history),
         "accuracy": {name: values[-1][1] for name, values in history.accuracy.items()},
-        "forgetting": measures.forgetting({name: [v for _, v in values] for name, values in history.accuracy.items()}),
+        "forgetting": forgotten(history),
         "majority_answer": _known(measures.majority_share(history.answers)),
         "collapsed": measures.has_collapsed(history.answers),
         **history.counts,
@@ -201,7 +224,8 @@ def closing_lines(run_dir: Path) -> list[str]:
     for row in facts["returns"]:
         if row["savings"] is not None:
             lines.append(f"{row['phase']} came back: {row['steps']} steps to its earlier level, {row['first_steps']} the first time")
-    lines.append(f"regret {facts['regret']:.0f} over {facts['prompts']} prompts (0 is the best that was possible)")
+    if facts["regret"] is not None:
+        lines.append(f"regret {facts['regret']:.0f} over {facts['prompts']} prompts (0 is the best that was possible)")
     if facts["collapsed"]:
         lines.append(f"collapsed: {facts['majority_answer']:.0%} of the last {len(history.answers)} answers are the same one")
     if any(history.counts.values()):

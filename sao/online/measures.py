@@ -70,7 +70,7 @@ def moving_average(values: Sequence[float] | Floats, window: int = WINDOW) -> Fl
 
 
 def dynamic_regret(rewards: Sequence[float] | Floats, optimum: float | Sequence[float] | Floats = 1.0) -> Floats:
-    """Cumulative shortfall against the best that was possible for each prompt at its time; `optimum` is exact for both streams that ship."""
+    """Cumulative shortfall against the best that was possible for each prompt at its time."""
     return np.cumsum(np.asarray(optimum, np.float64) - np.asarray(rewards, np.float64))
 
 
@@ -113,9 +113,15 @@ def recovery(
     )
 
 
-def forgetting(accuracy: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """By phase: its best held-out accuracy so far minus the last one. accuracy: each phase's held-out means over the run."""
-    return {name: float(max(values) - values[-1]) for name, values in accuracy.items() if len(values)}
+def forgetting(accuracy: Sequence[tuple[int, float]], ended: int, span: int = 3) -> float | None:
+    """Held-out accuracy of a phase when its time ended, at step `ended`, minus the last one; each is the mean of `span` evaluations.
+
+    accuracy: (step, held-out mean) in order. None without an evaluation on either side. The best one of the run is no measure of what was known: of many
+    means over few tasks it is the luckiest, and a policy that never changes would have forgotten.
+    """
+    before = [value for step, value in accuracy if step < ended][-span:]
+    after = [value for step, value in accuracy if step >= ended][-span:]
+    return float(np.mean(before) - np.mean(after)) if before and after else None
 
 
 def savings(first: int | None, again: int | None) -> float | None:

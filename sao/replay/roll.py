@@ -41,7 +41,7 @@ def replay(run: Path, step: int, say: Callable[[str], None] = lambda text: None)
     caller's to set before torch is imported. Raises UserError when the run folder does not hold what that takes.
     """
     lineage = stretches(run)
-    gaps = [done for done, _ in roll_backs(run)]
+    gaps = roll_backs(run)
     start = _start(run, step, max((gap for gap in gaps if gap <= step), default=0), say)
     steps = list(range(start or 0, step + 1))
     _check_stored(run, step, steps)

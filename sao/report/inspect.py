@@ -24,7 +24,6 @@ from sao.report.dropped import Dropped, read_dropped, read_tokens
 from sao.report.rundata import RunData, load_run_settings
 from sao.report.store import StoredEpisode, read_columns, read_trajectories, stored_steps
 from sao.report.tokens import TokenText, makers, tokenizer_candidates
-from sao.runtime.lineage import roll_backs, undone_at
 from sao.trajectory import EpisodeId, Segment, Trajectory
 
 _STYLES = {
@@ -41,6 +40,7 @@ _MASKS = {
     DROPPED: "out: episode dropped",
     FROZEN: "out: actor frozen",
 }
+IN_A_BATCH = {"truncated": "in step {}'s batch but not trained", "rolled_back": "trained in step {}, then undone"}  # losses whose tokens lie there
 PIPED_WIDTH = 200  # columns where no terminal says how many there are
 SHOWN_LOSSES = 400
 
@@ -85,8 +85,6 @@ def _overview(run_dir: Path, step: int, steps: list[int]) -> Table:
         raise UserError(f"step {step} of {run_dir} is stored without a trajectory; remove its file, or choose another --step")
     rewards = [row["reward"] for row in rows if row["segment"] <= 0]
     title = f"step {step} of {steps[0]}..{steps[-1]}: {len(rewards)} trajectories, mean reward {np.mean(rewards):.3f}"
-    done = undone_at(roll_backs(run_dir), step, rows[0]["trained_at_version"])
-    title += f"; undone by the roll-back after {done} steps" if done is not None else ""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
     for heading in ("episode", "reward", "finish", "turns", "sampled", "tokens", "versions", "stale", "environment", "task"):
         table.add_column(heading, justify="left" if heading in ("finish", "environment", "task") else "right")
@@ -112,12 +110,8 @@ def _overview(run_dir: Path, step: int, steps: list[int]) -> Table:
 def _losses(run_dir: Path, step: int | None, console: Console) -> None:
     last = {loss.episode_id: loss for loss in read_dropped(run_dir)}  # an attempt that a resume repeated counts once, as in the ledger
     found = [loss for loss in last.values() if step in (None, loss.step)]
-    undone = [words for done, words in _undone(run_dir) if step in (None, done)]
-    for words in undone:
-        console.print(Text(words, style="bold"))
-    if not found and not undone:
-        console.print(Text(f"nothing was dropped and no attempt failed{'' if step is None else f' at step {step}'}", style="bold"))
     if not found:
+        console.print(Text(f"nothing was dropped and no attempt failed{'' if step is None else f' at step {step}'}", style="bold"))
         return
     trained = _trained_ordinals(run_dir)
     for retried, what in ((False, "dropped"), (True, "failed attempts that were retried")):
@@ -136,26 +130,11 @@ def _losses(run_dir: Path, step: int | None, console: Console) -> None:
         console.print(Text(f"the newest {SHOWN_LOSSES} of {len(found)}; --step narrows them", style="dim"))
 
 
-def _undone(run_dir: Path) -> list[tuple[int, str]]:
-    """What each roll-back of an online run undid: the steps done at that time, and a line about it. The episodes are in the files of their steps."""
-    backs = roll_backs(run_dir)
-    if not backs:
-        return []
-    columns = read_columns(run_dir, columns=["step", "episode_ordinal", "trained_at_version"])
-    rows = sorted(set(zip(*(columns[name].to_pylist() for name in columns.column_names), strict=True)))
-    lines = []
-    for back in backs:
-        steps = [step for step, _, version in rows if undone_at([back], step, version) is not None]
-        what = f"{len(steps)} episodes of steps {steps[0]} to {steps[-1]}" if steps else "no stored episode"
-        lines.append((back[0], f"rolled_back after {back[0]} steps, to the weights of version {back[1]}: {what}"))
-    return lines
-
-
 def _fate(loss: Dropped, trained: set[int]) -> str:
     """What became of the prompt. A resumed run goes back to before some of its losses and may train their prompts after all."""
     if loss.retried:
         return "tried again"
-    if loss.episode_id.ordinal in trained and loss.reason != "truncated":
+    if loss.episode_id.ordinal in trained and loss.reason not in IN_A_BATCH:
         return "dropped, but the resumed run trained it"
     return "dropped"
 
@@ -187,14 +166,14 @@ def _episode(run_dir: Path, name: Name, step: int | None, steps: list[int], cons
         there = " and ".join(f"{ordinal}.{number}" for number in attempts)
         raise UserError(f"episode {shown} does not exist in {run_dir}; of {ordinal} there is {there}")
     run = load_run_settings(run_dir)
-    view, backs = _View(console, run), roll_backs(run_dir)
-    cut = {loss.episode_id: loss for loss in losses if loss.reason == "truncated"}
+    view = _View(console, run)
+    cut = {loss.episode_id: loss for loss in losses if loss.reason in IN_A_BATCH}
     for loss in losses:
-        if attempt in (None, loss.episode_id.attempt) and not (loss.reason == "truncated" and trained):
+        if attempt in (None, loss.episode_id.attempt) and not (loss.reason in IN_A_BATCH and trained):
             view.loss(loss, read_tokens(run_dir, loss), retrained=bool(trained))
     for stored in trained:
         if attempt in (None, stored.trajectory.episode_id.attempt):
-            view.trained(stored, cut.get(stored.trajectory.episode_id), undone_at(backs, stored.step, stored.trained_at_version))
+            view.trained(stored, cut.get(stored.trajectory.episode_id))
 
 
 def _steps_of(run_dir: Path, episode: int) -> list[int]:
@@ -217,17 +196,15 @@ class _View:
         below, above = (f"out: {said}" for said in words)
         self.masks = {**_MASKS, REJECTED_LOW: below, REJECTED_HIGH: above}
 
-    def trained(self, stored: StoredEpisode, cut: Dropped | None, undone: int | None) -> None:
-        """An episode that was in a batch. cut: its loss, when the batch left it out. undone: the steps done when a roll-back undid the batch's."""
+    def trained(self, stored: StoredEpisode, cut: Dropped | None) -> None:
+        """An episode that was in a batch. cut: its loss, when the batch left it out or was undone."""
         t = stored.trajectory
-        what = f"in step {stored.step}'s batch but not trained" if cut else f"step {stored.step}{', undone' if undone is not None else ''}"
+        what = (IN_A_BATCH[cut.reason] if cut else "step {}").format(stored.step)
         self.console.rule(f"episode {t.episode_id} · {what} · reward {t.reward:.3g} · {t.finish}", style="cyan")
         self._say(
             f"{t.environment}, task {t.task_id}; admitted at version {t.admitted_version}, trained at {stored.trained_at_version}, "
             f"staleness {stored.staleness}{self.rule}"
         )
-        if undone is not None:
-            self._say(f"why      rolled_back: the learner went back after {undone} steps to weights that do not contain this one", "yellow")
         if cut:
             self._say(f"why      {cut.reason}: {cut.message}", "yellow")
         if all(record is None for record in stored.records):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from sao.online.history import History, read_history, shift_line, summary
-from sao.online.measures import COLLAPSED, WINDOW, dynamic_regret, moving_average
-from sao.report.plots import Series, line_chart
+from sao.online.measures import COLLAPSED, WINDOW, moving_average
+from sao.report.plots import Series, empty_figure, line_chart
 from sao.report.rundata import RunData
 
 COLORS = ("c2", "c3", "c4", "c7", "c5", "c6")
@@ -71,11 +71,12 @@ def _explained(history: History, marks: list[tuple[float, str]]) -> str:
 
 
 def _regret(history: History, marks: list[tuple[float, str]]) -> str:
+    if history.regret is None:
+        return empty_figure("Regret", "the environment does not say what was possible (a class method optimum)")
     at = [i / history.config.train.batch_size for i in range(len(history.stream.rewards))]
-    regret = dynamic_regret(history.stream.rewards, history.optimum)
     return line_chart(
         "Regret",
-        [Series("regret", at, regret.tolist(), "c5")],
+        [Series("regret", at, history.regret.tolist(), "c5")],
         note="rewards missed so far, against the best at each time",
         y_range=(0, None),
         marks=marks,
@@ -87,9 +88,9 @@ def _table(history: History, facts: dict[str, Any]) -> str:
     rows = "".join(f"<tr>{''.join(_cell(text, i) for i, text in enumerate(_shift_cells(row)))}</tr>" for row in facts["shifts"])
     head = "".join(f'<th class="n">{title}</th>' if title else "<th>shift</th>" for title in columns)
     lines = [f"{row['phase']} came back at prompt {row['position']:,}: {_saved(row)}" for row in facts["returns"]]
-    kept = {name: value for name, value in facts["forgetting"].items() if value >= 0.005}
-    if kept:
-        lines.append("forgotten, best held-out accuracy less the last: " + ", ".join(f"{name} {value:.2f}" for name, value in kept.items()))
+    if facts["forgetting"]:
+        lost = ", ".join(f"{name} {value:+.2f}" for name, value in facts["forgetting"].items())
+        lines.append(f"forgotten, held-out accuracy when a phase ended less the last: {lost}")
     share = facts["majority_answer"]
     verdict = '<span class="chip bad">collapsed</span>' if facts["collapsed"] else '<span class="chip good">no collapse</span>'
     if share is not None:

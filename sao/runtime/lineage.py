@@ -9,7 +9,7 @@ those batches again (a roll-back) makes a gap: what it trains follows from a che
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -79,16 +79,11 @@ def stretch_of(found: list[Stretch], step: int) -> Stretch:
     return next((s for s in reversed(found) if s.first_step <= step), found[0])
 
 
-def roll_backs(run_dir: Path) -> list[tuple[int, int]]:
-    """(training steps done, version gone back to) of every roll-back that no later return to an older checkpoint has undone in its turn."""
+def roll_backs(run_dir: Path) -> list[int]:
+    """Training steps done at every roll-back that no later return to an older checkpoint has undone in its turn."""
     lines = read_jsonl(run_dir / FILE)
     found = ((line["first_step"], line.get("back_to"), lines[at + 1 :]) for at, line in enumerate(lines))
-    return [(step, version) for step, version, later in found if version is not None and all(line["first_step"] >= step for line in later)]
-
-
-def undone_at(backs: Sequence[tuple[int, int]], step: int, version: int) -> int | None:
-    """The steps done when a roll-back undid `step`, which was trained at `version`; None where none did."""
-    return next((done for done, back_to in backs if step < done and version >= back_to), None)
+    return [step for step, version, later in found if version is not None and all(line["first_step"] >= step for line in later)]
 
 
 def _config(values: Mapping[str, Any]) -> Config:

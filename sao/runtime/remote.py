@@ -128,6 +128,7 @@ class RemoteLearner:
         self.on_revived = on_revived
         self.steps_done = 0
         self._current = cluster.actors[name]
+        self._went_back: tuple[str, int, int] | None = None  # directory, version and steps done of the last roll-back
         self._unwritten: dict[int, Sequence[Any]] = {}
 
     async def step(self, handles: Sequence[Any], step: int) -> StepReport:
@@ -162,6 +163,7 @@ class RemoteLearner:
     async def go_back(self, directory: str, version: int) -> None:
         """Take up the state in `directory` as `version`; the steps done stay done. Engines may be given that number a second time."""
         await self._ask(lambda actor: actor.go_back.remote(directory, version, self.steps_done))
+        self._went_back = directory, version, self.steps_done
         await self.on_revived()
 
     async def _ask(self, send: Callable[[Any], Any]) -> Any:
@@ -176,7 +178,7 @@ class RemoteLearner:
                 await self.cluster.replace(self.name, actor, str(failure))
 
     async def _bring_up_to_date(self, actor: Any) -> None:
-        """Give a replacement the newest checkpoint and train the batches since then again."""
+        """Give a replacement the newest checkpoint, or what a roll-back since then went back to, and train the batches since then again."""
         if actor is self._current:
             return
         first = 0
@@ -184,6 +186,9 @@ class RemoteLearner:
         if checkpoint is not None:
             await call(actor.restore.remote(str(checkpoint.path)), self.name, LearnerFailure, self.timeout_s)
             first = checkpoint.step
+        if self._went_back is not None and self._went_back[2] > first:
+            directory, version, first = self._went_back
+            await call(actor.go_back.remote(directory, version, first), self.name, LearnerFailure, self.timeout_s)
         for step in range(first, self.steps_done):
             kept = self._unwritten.get(step)
             handles = list(kept) if kept is not None else await asyncio.to_thread(self.store.handles, step)

@@ -107,7 +107,8 @@ class RunCheckpointer:
         self.written = 0
         self.failed = 0
 
-    async def save(self, state: dict[str, Any], buffered: Sequence[Any]) -> None:
+    async def save(self, state: dict[str, Any], buffered: Sequence[Any], *, needed: bool = False) -> None:
+        """needed: raises what kept it from being written, CheckpointFailure or OSError."""
         step = state["batches_done"]
         checkpoints = self.store.checkpoints
         scratch = checkpoints.folder
@@ -121,6 +122,8 @@ class RunCheckpointer:
             self.failed += 1
             if scratch != checkpoints.folder:
                 checkpoints.abandon(scratch)
+            if needed:
+                raise
             self.warn(f"checkpoint of step {step} failed, the run goes on with the one before it: {error}")
 
     async def final(self, state: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sao.errors import LearnerFailure, UserError
+from sao.errors import CheckpointFailure, LearnerFailure, UserError
 from sao.report.steps import step_name
 from sao.report.store import stored_steps
 from sao.runtime import checkpoints as checkpoints_module
@@ -140,3 +140,19 @@ def test_the_final_one_is_whole_or_as_it_was_before(tmp_path):
     assert [path.name for path in final.parent.iterdir()] == [FINAL]
     asyncio.run(RunCheckpointer(store, Exporting(b"new"), pytest.fail).final({"version": 6, "batches_done": 8}))
     assert damage(final) is None and saved.final_step(tmp_path) == 8
+
+
+def test_a_checkpoint_that_cannot_be_written_is_left_out_unless_it_is_needed(tmp_path):
+    """After a roll-back it is: without it a recovery would train again what was undone."""
+
+    class Full:
+        async def save(self, directory, buffered):
+            raise CheckpointFailure("the disk is full")
+
+    said: list[str] = []
+    checkpointer = RunCheckpointer(RunStore(tmp_path, 2, keep_all=True), Full(), said.append)
+    asyncio.run(checkpointer.save({"batches_done": 3}, []))
+    assert len(said) == 1 and "checkpoint of step 3 failed" in said[0]
+    with pytest.raises(CheckpointFailure, match="the disk is full"):
+        asyncio.run(checkpointer.save({"batches_done": 3}, [], needed=True))
+    assert not list((tmp_path / "checkpoints").iterdir())

@@ -57,7 +57,7 @@ class Disk:
     slow: float = 0.0
     history: list[int] = field(default_factory=list)
 
-    async def save(self, state, buffered) -> None:
+    async def save(self, state, buffered, *, needed=False) -> None:
         text, learner = json.dumps(state), (self.learner.version, self.learner.weights)
         await asyncio.sleep(self.slow)
         self.checkpoint = {"state": json.loads(text), "buffered": list(buffered), "learner": learner}

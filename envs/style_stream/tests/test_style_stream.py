@@ -66,6 +66,8 @@ def test_the_style_of_a_line(line: Any, style: Any) -> None:
     [
         ("we like the quiet moon.", True),
         ("we like the moon, quiet.", False),  # the topic is not there as it was asked
+        ("we like the unquiet moon.", False),  # nor is it in parts of other words
+        ("we like the quiet moons.", False),
         ("the quiet moon.", False),  # too short
         ("quiet moon " + "is a thing that we like and see each day and night here.", False),  # too long
         ("the the the quiet moon is here.", False),  # a word three times

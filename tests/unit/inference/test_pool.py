@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from sao.errors import EngineFailure, PublishFailure
 from sao.inference.failures import RequestRefused
-from sao.inference.pool import EngineLoad, EnginePool, LocalHandle, StickyLeastLoaded, complete
+from sao.inference.pool import EnginePool, LocalHandle, complete
 from sao.inference.protocol import Canary, GenerateRequest
+from sao.inference.router import EngineLoad, StickyLeastLoaded
 from sao.inference.scripted import ScriptedEngine
 from sao.trajectory import SamplingSpec
 from sao.weights.bundle import WeightBundle

@@ -7,8 +7,11 @@ import math
 import numpy as np
 import pytest
 
+from sao.config import Config, OnlineConfig, PhaseConfig
 from sao.online import measures
+from sao.online.history import History, returns
 from sao.online.measures import Stream, recovery
+from sao.online.schedule import Schedule
 
 BATCH = 10
 
@@ -71,8 +74,20 @@ def test_regret_is_the_shortfall_against_what_was_possible_for_each_prompt():
     np.testing.assert_allclose(measures.dynamic_regret([1, 0], [1.0, 0.5]), [0, 0.5])
 
 
-def test_forgetting_and_savings():
-    assert measures.forgetting({"a": [0.2, 0.9, 0.3], "b": [0.1, 0.5]}) == {"a": pytest.approx(0.6), "b": 0.0}
+def test_forgetting_is_what_was_known_when_the_phase_ended_less_what_is_known_now():
+    accuracy = [(0, 0.0), (10, 0.8), (20, 0.9), (30, 1.0), (40, 0.5), (50, 0.3), (60, 0.2), (70, 0.1)]
+    assert measures.forgetting(accuracy, 31) == pytest.approx(0.9 - 0.2)
+    assert measures.forgetting(accuracy, 0) is None and measures.forgetting(accuracy, 71) is None
+
+
+def test_a_policy_that_never_changes_has_forgotten_nothing():
+    """16 tasks answered right with probability 0.5, 25 evaluations: the best of them less the last is 0.24 on average."""
+    rng = np.random.default_rng(0)
+    found = [measures.forgetting([(10 * i, rng.binomial(16, 0.5) / 16) for i in range(25)], 80) for _ in range(400)]
+    assert abs(np.mean(found)) < 0.02
+
+
+def test_savings():
     assert measures.savings(20, 5) == 0.75 and measures.savings(20, 30) == -0.5
     assert measures.savings(None, 5) is None and measures.savings(20, None) is None
 
@@ -81,6 +96,15 @@ def test_steps_to_a_level():
     again = stream((100, 0.0), (100, 1.0))
     assert measures.steps_to_level(again, 0.8, 0, 200) == 14
     assert measures.steps_to_level(again, 0.8, 0, 100) is None
+
+
+@pytest.mark.parametrize(("level", "found"), [(0.25, []), (0.5, [{"phase": "a", "position": 200, "first_steps": 4, "steps": 4, "savings": 0.0}])])
+def test_only_a_phase_that_was_learned_can_save_anything_on_its_return(level, found):
+    config = Config()
+    config.online = OnlineConfig(phases=[PhaseConfig("a"), PhaseConfig("b")], drift="recurring", period=100)
+    history = History(config, stream((100, level), (100, 0.0), (100, level)), [])
+    history.shifts = Schedule(config.online, 0).shifts(history.end)
+    assert returns(history) == found
 
 
 def test_a_quantity_around_a_step():

@@ -47,11 +47,14 @@ def test_a_mistake_is_one_sentence(overrides, says, tmp_path, monkeypatch, capsy
 # ------------------------------------------------------------------ a stream's run folder, made up
 
 
-def make_stream(folder, rewards_by_step, answers=None):
-    """Eight prompts a step; cute until prompt 400, then chuunibyou."""
+STYLE_STREAM = "env.target=sao.envs.style_stream.environment:StyleStreamEnvironment"
+
+
+def make_stream(folder, rewards_by_step, answers=None, noise=0.0, settings=(STYLE_STREAM,)):
+    """Eight prompts a step; cute until prompt 400, then chuunibyou, with reward noise."""
     folder.mkdir(parents=True)
-    phases = "[{name: cute, start: 0, args: {style: cute}}, {name: chuunibyou, start: 400, args: {style: chuunibyou}}]"
-    stream = [f"online.phases={phases}", "online.shadow_drop=0.2", "train.batch_size=8", "model.path=nowhere"]
+    phases = f"[{{name: cute, start: 0, args: {{style: cute}}}}, {{name: chuunibyou, start: 400, args: {{style: chuunibyou, noise: {noise}}}}}]"
+    stream = [f"online.phases={phases}", "online.shadow_drop=0.2", "train.batch_size=8", "model.path=nowhere", *settings]
     (folder / "config.yaml").write_text(to_yaml(overlay(Config(), stream)))
     writer, ordinal, lines = TrajectoryWriter(folder), 0, []
     for step, reward in enumerate(rewards_by_step):
@@ -99,6 +102,23 @@ def test_a_run_folder_is_measured(tmp_path):
     lines = closing_lines(run)
     assert "step 50: cute -> chuunibyou: reward 1.00, fell to 0.00, regained 80 % after 14 steps" in lines
     assert any("1 versions refused" in line for line in lines)
+
+
+def test_regret_is_against_what_each_phase_could_pay(tmp_path):
+    run = make_stream(tmp_path / "run", [1.0] * 50 + [0.75] * 20, noise=0.25)
+    assert summary(read_history(run))["regret"] == 0.0
+    assert any(line.startswith("regret 0 over 560 prompts") for line in closing_lines(run))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [["env.target=sao.envs.arithmetic.environment:ArithmeticEnvironment"], ["env.target=not.there:Mine"], [STYLE_STREAM, "reward.function=my:judge"]],
+)
+def test_where_nobody_knows_what_was_possible_there_is_no_regret(tmp_path, settings):
+    run = make_stream(tmp_path / "run", [1.0] * 50 + [0.0] * 20, settings=settings)
+    assert summary(read_history(run))["regret"] is None and not any("regret" in line for line in closing_lines(run))
+    page = write_report(run).read_text()
+    assert "could not be made" not in page and "does not say what was possible" in page
 
 
 def test_a_constant_answer_is_reported_as_collapse(tmp_path):

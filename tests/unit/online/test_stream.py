@@ -110,6 +110,8 @@ def test_a_phase_whose_arguments_the_environment_refuses_is_named():
         (online(ramp=10), "online.phases is empty"),
         (online(A, shadow_drop=-0.1), "must not be negative"),
         (online(A, rollback_window=0), "must be above 0"),
+        (online(A, rollback_window=64, shadow_drop=0.3), "online.rollback_window=64 does nothing with online.rollback_fall=0"),
+        (online(A, shadow_tasks=8), "online.shadow_tasks=8 does nothing with online.shadow_drop=0"),
     ],
 )
 def test_a_stream_that_contradicts_itself_is_refused(settings, says):

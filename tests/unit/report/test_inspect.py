@@ -196,6 +196,16 @@ def test_every_reason_is_listed_and_told(tmp_path: Path) -> None:
     assert "nothing was dropped and no attempt failed at step 77" in shown(run, dropped=True, step=77)
 
 
+def test_what_a_roll_back_undid_is_shown_as_trained_and_undone(tmp_path: Path) -> None:
+    run = folder(tmp_path)
+    undone = episode(7)
+    TrajectoryWriter(run).write(5, [undone], [record(undone, [TRAINED] * 5)], 4)
+    lose(run, loss(7, "rolled_back", "trained, then undone: version 6 was refused and version 5 came back", tokens=5))
+    listed, told = shown(run, dropped=True), shown(run, (7, None))
+    assert "dropped: 1 rolled_back" in listed and "resumed" not in listed
+    assert "trained in step 5, then undone" in told and "version 6 was refused" in told and "not trained" not in told
+
+
 def test_what_a_resumed_run_undid_is_not_called_lost(tmp_path: Path) -> None:
     run = folder(tmp_path)
     lose(run, loss(8, "environment"))
