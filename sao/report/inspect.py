@@ -81,6 +81,8 @@ def _overview(run_dir: Path, step: int, steps: list[int]) -> Table:
     columns = read_columns(run_dir, [step])
     names = columns.column_names
     rows = [dict(zip(names, row, strict=True)) for row in zip(*(columns[name].to_pylist() for name in names), strict=True)]
+    if not rows:
+        raise UserError(f"step {step} of {run_dir} is stored without a trajectory; remove its file, or choose another --step")
     rewards = [row["reward"] for row in rows if row["segment"] <= 0]
     title = f"step {step} of {steps[0]}..{steps[-1]}: {len(rewards)} trajectories, mean reward {np.mean(rewards):.3f}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")

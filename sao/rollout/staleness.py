@@ -72,11 +72,12 @@ class Buffer(Generic[Handle]):
         return members
 
     def pop_overdue(self, version: int) -> list[Finished[Any]]:
-        """With overdue=drop: remove and return what a step at `version` would exceed the bound with, mates included. With wait there is never any."""
+        """With overdue=drop: remove and return what a step at `version` would exceed the bound with; their mates stay. With wait there is never any."""
         if self.overdue == "wait":
             return []
-        late = {self._group(item) for item in self.items if version - item.meta.oldest_version > self.staleness}
-        return [item for group in sorted(late) for item in self.pop_group(group)]
+        late = [item for item in self.items if version - item.meta.oldest_version > self.staleness]
+        self.items = [item for item in self.items if version - item.meta.oldest_version <= self.staleness]
+        return late
 
     def pop_batch(self, running: Mapping[int, int], *, version_after: int) -> list[Finished[Handle]] | None:
         """The next batch, earliest version first, or None when the step has to wait. `running`: ordinal -> version of the episodes that still run.

@@ -252,6 +252,25 @@ def test_an_overdue_group_goes_whole():
     assert dropped["overdue"] > 0 and dropped.total() % 2 == 0 and set(dropped) <= {"overdue", "group_overdue"}
 
 
+def test_a_mate_of_an_overdue_episode_is_not_called_overdue():
+    """Episode 0 of version 0 and its mate of version 3 at version 4, bound 2: one is too old, and the other is lost with it."""
+    config = make_config(staleness=2, batch=2, steps=1, overdue="drop", group=2)
+    engines = FakeEngines()
+    loop = TrainingLoop(config, CountingSource(), TimedWorkers(engines, lambda request: 0.1), CountingLearner(config), engines, SilentObserver())
+    for request, version in zip(loop._submit(), (0, 3), strict=True):
+        loop._accept(Finished(make_trajectory(request.episode_id.ordinal, versions=(version, version)).meta(), None))
+    loop.version = 4
+
+    async def next_batch():
+        task = asyncio.create_task(loop._next_batch(advance=True))
+        await asyncio.sleep(0.01)
+        task.cancel()
+
+    run(next_batch())
+    assert loop.ledger.dropped == {"overdue": 1, "group_overdue": 1} and not loop.buffer.items
+    told(loop)
+
+
 @pytest.mark.parametrize("most", [2, 5])
 def test_the_cap_on_running_episodes_counts_whole_groups(most):
     config = make_config(staleness=2, batch=4, steps=5, group=2)

@@ -22,6 +22,7 @@ from sao.replay.roll import replay
 from sao.report.metrics import MetricsWriter
 from sao.report.steps import step_name
 from sao.report.store import TrajectoryWriter, read_trajectories, step_path, write_file
+from sao.runtime.actors import LearnerActor
 from sao.runtime.checkpoints import Checkpoints
 from sao.runtime.lineage import roll_backs, stretch_of, stretches, took_over
 from sao.trajectory import EpisodeId
@@ -250,9 +251,10 @@ def test_what_a_roll_back_undid_is_not_compared_with_what_was_saved_after_it(tmp
     """Four steps, the last undone: the checkpoint after it holds the weights of version 3 as version 4; two more steps follow."""
     run = Run(tmp_path / "run", model, config(), every=1)
     learner = run.train(0, 4)
-    learner.restore(str(run.folder / "checkpoints" / "step-000003"))
-    took_over(run.folder, 4, run.settings, model, back_to=learner.version)
-    learner.renumber(4)
+    actor = object.__new__(LearnerActor)  # without the process it sets up
+    actor.learner, actor.config, actor.model_path, actor.run_dir = learner, run.settings, model, run.folder
+    actor.go_back(str(run.folder / "checkpoints" / "step-000003"), 4, 4)
+    assert actor.took_over and learner.version == 4, "its next step begins no other stretch"
     run.keep(learner, 4)
     run.go_on(learner, 4, 6)
     assert roll_backs(run.folder) == [4]

@@ -28,7 +28,6 @@ MODELS = {kind: (causal_model(kind), critic_model(kind)) for kind in ("llama", "
 OLD = torch.log_softmax(torch.randn(BATCH.action_tokens, 9, dtype=F64, generator=torch.Generator().manual_seed(7)), -1)[:, 0]
 OUTCOMES = (torch.rand(BATCH.action_tokens, generator=torch.Generator().manual_seed(8)) < 0.5).double()
 POSITIVE = float((OUTCOMES[MASK] > 0).double().mean())
-CONTEXT_ONLY = make_batch([trajectory(9, [segment([0, 0, 1, 1], rng=np.random.default_rng(0))])])
 
 
 def policy(kind: str = "llama", **changes: object) -> Policy:
@@ -95,7 +94,7 @@ def test_gradient_does_not_depend_on_split_order_or_empty_micro_batches(kind, ma
     assert_same(whole, split)
 
 
-@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize("loss", ["mse", *sorted(LOSSES)])
 def test_padding_after_the_last_action_token_changes_nothing(loss):
     """A longer sample takes another place among the padded groups; its extra context feeds no loss."""
     rng = np.random.default_rng(0)
@@ -107,6 +106,11 @@ def test_padding_after_the_last_action_token_changes_nothing(loss):
     results = []
     for parts in (short, padded):
         made = make_batch([trajectory(i, [p]) for i, p in enumerate(parts)])
+        if loss == "mse":
+            judge = critic()
+            judge.accumulate(CriticBatch(pack(made.samples), torch.linspace(-1, 1, 5, dtype=F64), torch.ones(5).bool()))
+            results.append(outcome(judge))
+            continue
         target = policy(algo__loss=loss)
         more = {"old": made.behaviour.double() + 0.1, "outcomes": torch.ones(5), "positive_share": 1.0}
         target.accumulate(PolicyBatch(pack(made.samples), made.behaviour.double(), torch.ones(5, dtype=F64), torch.ones(5).bool(), **more))

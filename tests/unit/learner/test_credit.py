@@ -81,6 +81,23 @@ def test_variants_differ_from_the_default_where_they_should():
         assert stepped[0] == stepped[1] and stepped[2] == base[2]
 
 
+@pytest.mark.parametrize("changes", [{"algo__skip_observation": False}, {"algo__value_level": "step_mean"}, {"algo__value_level": "step_last"}])
+def test_every_variant_goes_on_with_the_value_after_a_cut(changes):
+    """One turn of one token, V = .2 before it and .8 after the observation behind it: 0 - .2 when terminal, .8 - .2 when it goes on."""
+    made = one(mask=(0, 1, 0), finish=CUT("tokens"))
+    values = torch.tensor([0.1, 0.2, 0.5, 0.8])
+    for truncation, expected in (("terminal", -0.2), ("bootstrap", 0.6)):
+        got = policy_advantages(made, config(algo__truncation=truncation, **changes).algo, values, torch.tensor([0.5]))
+        torch.testing.assert_close(got, torch.tensor([expected]))
+
+
+def test_a_lambda_of_the_critic_below_one_makes_its_targets_of_its_values():
+    """TD(lambda) by hand, lambda .5, V = .2 .4, reward 1: 1 at the last token, .5 * .4 + .5 * 1 before it."""
+    made, algo = one(reward=1.0), config(algo__lambda_critic=0.5).algo
+    assert needs_values(made, algo) and not needs_values(made, config().algo)
+    torch.testing.assert_close(critic_targets(made, algo, torch.tensor([0.1, 0.2, 0.4, 0.6, 0.8])), torch.tensor([0.7, 1.0]))
+
+
 def test_nothing_in_nothing_out():
     empty = make_batch([])
     assert critic_targets(empty, config().algo, torch.zeros(0)).shape == (0,)
@@ -94,22 +111,28 @@ masks = st.lists(st.booleans(), min_size=1, max_size=5).map(lambda bits: [False,
 @given(
     parts=st.lists(st.tuples(masks, st.one_of(st.none(), st.integers(0, 4))), min_size=1, max_size=5).filter(lambda p: any(any(m) for m, _ in p)),
     gamma=st.sampled_from([1.0, 0.9]),
+    cut=st.booleans(),
     seed=st.integers(0, 999),
 )
-def test_segments_against_a_slow_reference(parts, gamma, seed):
-    """Advantages and targets of a compacted, branched episode, token by token with plain numbers: who comes after whom is searched, not counted."""
+def test_segments_against_a_slow_reference(parts, gamma, cut, seed):
+    """Advantages and targets of a compacted, branched episode, token by token with plain numbers: who comes after whom is searched, not counted.
+
+    cut: it was cut off and goes on with V after its last segment, which stands behind the outcome in every segment.
+    """
     parents, chain = [], None
     for index, (_, wish) in enumerate(parts):
         parent = None if wish is None or wish >= index else wish
         parents.append(chain if parent is None else parent)
         chain = index if parent is None else chain
     given_parents = [None if wish is None or wish >= i else (wish, 0) for i, (_, wish) in enumerate(parts)]
-    made = make_batch([trajectory(0, [segment(m, rng=RNG, parent=p) for (m, _), p in zip(parts, given_parents, strict=True)], 1.0)])
-    algo = config(algo__gamma=gamma).algo
+    finish = CUT("tokens") if cut else FinishReason.terminal()
+    made = make_batch([trajectory(0, [segment(m, rng=RNG, parent=p) for (m, _), p in zip(parts, given_parents, strict=True)], 1.0, finish)])
+    algo = config(algo__gamma=gamma, algo__truncation="bootstrap").algo
     values = torch.tensor(np.random.default_rng(seed).normal(size=made.states))
     counts = [sum(m) for m, _ in parts]
     lam = 1 - 1 / (1.5 * sum(counts))
     per_sample = torch.full((len(made.samples),), lam, dtype=torch.float64)
+    outcome = 1.0 + (gamma * float(values[made.end_state[-1]]) if cut else 0.0)
     got, targets = policy_advantages(made, algo, values, per_sample), critic_targets(made, algo, values)
 
     def follows(later: int, earlier: int) -> bool:
@@ -124,11 +147,11 @@ def test_segments_against_a_slow_reference(parts, gamma, seed):
             for k in range(len(sample.actions) - 1, place - 1, -1):
                 here = float(values[sample.state_offset + sample.actions[k]])
                 last = k == len(sample.actions) - 1
-                ahead = 1.0 if last else gamma * float(values[sample.state_offset + sample.actions[k + 1]])
+                ahead = outcome if last else gamma * float(values[sample.state_offset + sample.actions[k + 1]])
                 advantage = ahead - here + (0.0 if last else decay * advantage)
             assert float(got[sample.offset + place]) == pytest.approx(decay**after * advantage, abs=1e-9)
             steps_left = len(sample.actions) - 1 - place + after
-            assert float(targets[sample.offset + place]) == pytest.approx(gamma**steps_left, abs=1e-9)
+            assert float(targets[sample.offset + place]) == pytest.approx(gamma**steps_left * outcome, abs=1e-9)
 
 
 @pytest.mark.parametrize(

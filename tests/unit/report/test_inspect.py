@@ -306,3 +306,6 @@ def test_damaged_and_foreign_files_are_named_in_one_sentence(tmp_path: Path) -> 
         with pytest.raises(UserError, match=message) as caught:
             shown(run, *arguments, dropped=not arguments)
         assert "\n" not in str(caught.value)
+    pq.write_table(table.slice(0, 0), path)
+    with pytest.raises(UserError, match="is stored without a trajectory"):
+        shown(run)
