@@ -131,7 +131,7 @@ def test_on_vllm_an_engine_and_the_learner_are_replaced(tmp_path):
     [
         (["resume=nowhere"], "does not exist"),
         (["resume={run}", "seed=7"], "seed=7 cannot be changed"),
-        (["resume={run}", "algo=sao_coding"], "algo.eps_low=0.8 cannot be changed"),
+        (["resume={run}", "algo=sao_coding"], "algo.name=sao_coding cannot be changed"),
         (["resume={run}", "train.stepz=7"], "train.steps"),
     ],
 )

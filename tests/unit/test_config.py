@@ -199,8 +199,7 @@ ALGORITHMS = sorted(p.stem for p in (conf_dir() / "algo").glob("*.yaml"))
 def test_every_algorithm_composes_alone_and_with_an_experiment(name):
     """`name` says which, the file says where its definition comes from, and choosing it over a resolved configuration gives the same."""
     config = compose([*BASE, f"algo={name}"])
-    if name != "sao_coding":
-        assert config.algo.name == name
+    assert config.algo.name == name
     assert compose(["experiment=demo", f"algo={name}"]).algo.loss == config.algo.loss
     assert overlay(compose(BASE), [f"algo={name}"]) == config
     comment = [line for line in (conf_dir() / "algo" / f"{name}.yaml").read_text().splitlines() if line.startswith("# ") and "@package" not in line]
