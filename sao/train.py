@@ -24,6 +24,7 @@ from sao.loop import TrainingLoop
 from sao.observer import RunObserver
 from sao.online.guard import Guard, make_guard
 from sao.online.history import closing_lines
+from sao.online.optimum import optima
 from sao.report.html import write_report
 from sao.report.live import DONE
 from sao.rewards.preflight import check_rewards, check_scores
@@ -58,6 +59,7 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
     check_rewards(env_configs, config.reward)
     for env in env_configs:
         check_arguments(env, config.reward)
+    optima(config)
     held_out = _held_out(config)
     if config.online.shadow_drop > 0 and not source.held_out(1):
         raise ConfigError("online.shadow_drop is on, but there are no held-out tasks to evaluate on; set data.eval_path or set it to 0")

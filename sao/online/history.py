@@ -15,12 +15,12 @@ from sao.config_yaml import from_yaml
 from sao.errors import ConfigError
 from sao.online import measures
 from sao.online.measures import Recovery, Stream
+from sao.online.optimum import optima
 from sao.online.schedule import Schedule, Shift
 from sao.report.arrow import list_views, numpy_column
 from sao.report.jsonl import read_jsonl
 from sao.report.metrics import read_metrics, surviving
 from sao.report.store import read_columns, stored_steps
-from sao.tasks.source import environment_args, load_environment
 
 ANSWERS = 128  # last answers in which a collapse is looked for
 
@@ -51,15 +51,13 @@ class History:
     @cached_property
     def regret(self) -> measures.Floats | None:
         """Rewards missed so far after each prompt, float64[N]; None where the environment does not say what was possible (a class method `optimum`)."""
-        config, names = self.config, {phase.name: phase.args for phase in self.config.online.phases}
         try:
-            optimum = getattr(load_environment(config.env.target), "optimum", lambda **args: None)
+            best = optima(self.config)
         except ConfigError:  # a class of the user's own, and this is another machine
             return None
-        args, schedule = environment_args(config.env, config.reward), Schedule(config.online, config.seed)
-        best: dict[str, Any] = {name: optimum(**args | own) for name, own in names.items()}
-        if None in best.values():
+        if best is None:
             return None
+        schedule = Schedule(self.config.online, self.config.seed)
         possible = [best[schedule.phase(position).name] for position in self.stream.positions.tolist()]
         return measures.dynamic_regret(self.stream.rewards, possible)
 

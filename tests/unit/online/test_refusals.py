@@ -121,6 +121,30 @@ def test_where_nobody_knows_what_was_possible_there_is_no_regret(tmp_path, setti
     assert "could not be made" not in page and "does not say what was possible" in page
 
 
+@pytest.mark.parametrize(
+    ("number", "body", "says"),
+    [
+        (0, "raise KeyError('style')", r"Mine.optimum of phase 'cute' raised KeyError: 'style' at optimum_0.py:7; mend it"),
+        (1, "return 'much'", "Mine.optimum of phase 'cute' returned 'much'; it must return a finite number"),
+        (2, "return float('nan')", "returned nan"),
+    ],
+)
+def test_an_optimum_that_breaks_is_refused_before_anything_starts(number, body, says, tmp_path, monkeypatch, capsys):
+    code = f"""
+from sao.envs.style_stream.environment import StyleStreamEnvironment
+
+class Mine(StyleStreamEnvironment):
+    @classmethod
+    def optimum(cls, **args):
+        {body}
+"""
+    (tmp_path / f"optimum_{number}.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    assert main(["online", "experiment=style_stream", f"env.target=optimum_{number}:Mine", f"run.dir={tmp_path / 'run'}"]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_constant_answer_is_reported_as_collapse(tmp_path):
     run = make_stream(tmp_path / "run", [0.5] * 52, answers=7)
     assert summary(read_history(run))["collapsed"] and any(line.startswith("collapsed: 100%") for line in closing_lines(run))
