@@ -149,14 +149,9 @@ class Checkpointer:
         self.last = json.loads(json.dumps(state))
 
 
-def train(folder, *, poisoned=(), learns=0.0, phases=(), shadow=0.0, fall=0.0, steps=24, placement="hold", **workers):
-    config = make_config(staleness=TAU, batch=BATCH, steps=steps)
-    config.eval.placement, config.checkpoint.every = placement, 0
-    config.online.shadow_drop, config.online.rollback_fall, config.online.rollback_window, config.online.shadow_tasks = shadow, fall, 2 * BATCH, 4
-    config.online.phases = [PhaseConfig(name, BATCH * i) for i, name in enumerate(phases)]
-    engines, learner, observer, checkpointer = Engines(), Learner(config, poisoned, learns), Observer(), Checkpointer()
-    engines.quality = learner.quality
-    loop = TrainingLoop(config, CountingSource(), Workers(engines, **workers), learner, engines, observer, checkpointer)
+def guarded(folder, config, workers, learner, engines, observer, checkpointer):
+    """The loop after a whole run under a guard that keeps its states in `folder`."""
+    loop = TrainingLoop(config, CountingSource(), workers, learner, engines, observer, checkpointer)
     guard = loop.guard = Guard(config.online, learner, loop.ledger, observer, HELD_OUT, Checkpoints(folder, keep=2))
 
     async def main():
@@ -166,6 +161,17 @@ def train(folder, *, poisoned=(), learns=0.0, phases=(), shadow=0.0, fall=0.0, s
             await loop.run()
 
     run(main())
+    return loop
+
+
+def train(folder, *, poisoned=(), learns=0.0, phases=(), shadow=0.0, fall=0.0, steps=24, placement="hold", **workers):
+    config = make_config(staleness=TAU, batch=BATCH, steps=steps)
+    config.eval.placement, config.checkpoint.every = placement, 0
+    config.online.shadow_drop, config.online.rollback_fall, config.online.rollback_window, config.online.shadow_tasks = shadow, fall, 2 * BATCH, 4
+    config.online.phases = [PhaseConfig(name, BATCH * i) for i, name in enumerate(phases)]
+    engines, learner, observer, checkpointer = Engines(), Learner(config, poisoned, learns), Observer(), Checkpointer()
+    engines.quality = learner.quality
+    loop = guarded(folder, config, Workers(engines, **workers), learner, engines, observer, checkpointer)
     audit = loop.ledger.audit()
     assert audit["closes"] and loop.ledger.outstanding == 0 and max(learner.staleness) <= TAU
     told(loop)
@@ -261,16 +267,7 @@ def test_going_back_to_the_start_keeps_the_steps_of_the_critic_alone(tmp_path):
         await original(directory, buffered)
 
     learner.save = save
-    loop = TrainingLoop(config, CountingSource(), Workers(engines), learner, engines, observer, Checkpointer())
-    guard = loop.guard = Guard(config.online, learner, loop.ledger, observer, HELD_OUT, Checkpoints(tmp_path, keep=2))
-
-    async def main():
-        async with asyncio.TaskGroup() as group:
-            guard.shadow = Evaluations(config, loop, engines, loop.workers, HELD_OUT, observer, group)
-            await guard.begin(loop.version)
-            await loop.run()
-
-    run(main())
+    loop = guarded(tmp_path, config, Workers(engines), learner, engines, observer, Checkpointer())
     assert saved == [0, 3] and learner.went_back == [2]
     assert loop.ledger.audit()["prompts"]["trained"] == 5 * BATCH  # three of the critic alone, and versions 3 and 4
 
