@@ -88,9 +88,9 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
         command = {"verb": verb, "overrides": list(overrides), "model": model_path, "incarnation": folder.incarnation, "sao": started_by()}
         folder.write_json("command.json", command)
         observer = RunObserver(folder, config, started, fetch)
-        job = Job(config, source, held_out, model_path, folder, observer, store, checkpoint)
-        folder.write_json(OUTCOME, {"state": "running", "message": ""})
         try:
+            job = Job(config, source, held_out, model_path, folder, observer, store, checkpoint)
+            folder.write_json(OUTCOME, {"state": "running", "message": ""})
             with _telling_outcome(folder, job):
                 asyncio.run(job.run())
         finally:

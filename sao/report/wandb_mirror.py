@@ -102,6 +102,7 @@ class WandbMirror:
         import wandb
 
         settings = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True)
+        wandb.setup(settings)  # what wandb prints before a run exists (its advice on weave, say) obeys these settings only
         self._run = wandb.init(
             mode="online" if self._logger.wandb == "online" else "offline",
             project=self._logger.wandb_project,

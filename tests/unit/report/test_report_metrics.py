@@ -1,5 +1,6 @@
 import json
 import math
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -108,7 +109,7 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch, run: FakeRun, arguments: dict[st
         return run
 
     module = types.ModuleType("wandb")
-    module.__dict__.update(Settings=lambda **kwargs: kwargs, init=init)
+    module.__dict__.update(Settings=lambda **kwargs: kwargs, setup=lambda settings: None, init=init)
     monkeypatch.setitem(sys.modules, "wandb", module)
 
 
@@ -142,6 +143,24 @@ def test_missing_wandb_is_harmless(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     mirror.log("train/step", 1, {"a/b": 1.0})
     mirror.close()
     assert mirror.failures == 2
+
+
+SPEAKING_UP = """
+import sys, types
+from pathlib import Path
+from sao.config import LoggerConfig
+from sao.report.wandb_mirror import WandbMirror
+sys.modules["openai"] = types.ModuleType("openai")  # what makes wandb advise its sister product
+mirror = WandbMirror(Path(sys.argv[1]), LoggerConfig(), {})
+mirror.log("train/step", 1, {"a/b": 1.0})
+mirror.close()
+assert mirror.failures == 0
+"""
+
+
+def test_wandb_says_nothing_of_its_own_on_the_terminal(tmp_path: Path) -> None:
+    spoken = subprocess.run([sys.executable, "-c", SPEAKING_UP, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert (spoken.returncode, spoken.stdout, spoken.stderr) == (0, "", "")
 
 
 def test_file_is_json_lines_without_nan(tmp_path: Path) -> None:

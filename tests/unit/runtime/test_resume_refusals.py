@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import threading
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -54,6 +55,7 @@ def test_the_run_of_these_tests_would_start(run):
     with pytest.raises(AssertionError, match="started"):
         main(["train", "resume=run"])
     assert json.loads((run / "command.json").read_text())["incarnation"] == 2
+    assert not [thread for thread in threading.enumerate() if thread.name == "wandb-mirror"], "a run that cannot start leaves its mirror behind"
 
 
 @pytest.mark.parametrize("overrides", [[], ["run.dry_run=true"]])
