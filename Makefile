@@ -29,8 +29,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt overrides.txt
 demo: install
 	$(BIN)/sao train experiment=demo
 
+# Two at a time: a run waits for its actors to start for half of its seconds. The tests of a file share its runs, so they stay together.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 20
 
 unit: install
 	$(BIN)/python -m pytest tests/unit envs -n auto --dist worksteal -m "not integration and not long"
