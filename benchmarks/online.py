@@ -65,7 +65,7 @@ def run(folder: Path, method: str, seed: int, rate: float) -> None:
 
 
 def sweep(keep: Path) -> list[dict[str, Any]]:
-    """The stream of the tuning seed for each method that learns and each rate: {method, rate, reward: mean of the stream}."""
+    """The stream of the tuning seed for each method that learns and each rate: {method, rate, reward: mean of the stream, steps after each shift}."""
     rows = []
     for method in METHODS:
         for rate in RATES if method != "frozen" else ():
@@ -73,7 +73,9 @@ def sweep(keep: Path) -> list[dict[str, Any]]:
             run(folder, method, TUNING_SEED, rate)
             history = read_history(folder)
             assert history is not None
-            rows.append({"method": method, "rate": rate, "reward": summary(history)["reward"]})
+            facts = summary(history)
+            steps = [shift.get("steps") for shift in facts["shifts"]]
+            rows.append({"method": method, "rate": rate, "reward": facts["reward"], "steps_to_80_percent": steps})
             print(f"{method:<14} rate {rate:g}  mean reward {rows[-1]['reward']:.3f}", flush=True)
     return rows
 
@@ -108,12 +110,12 @@ def by_step(history: History, steps: int) -> list[float | None]:
     return last
 
 
-def ratios(runs: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """A pair for each seed and shift that can be compared, and how many cannot and why."""
+def ratios(runs: list[dict[str, Any]], baseline: str = "running_mean", unit: str = "steps") -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """A pair for each seed and shift that can be compared, and how many cannot and why. unit: steps, tokens or seconds until 80 %."""
     of = {(r["method"], r["seed"]): r["shifts"] for r in runs}
     pairs, left_out = [], {"unlearned": 0, "both_censored": 0, "not_measured": 0}
     for seed in SEEDS:
-        for ours, theirs in zip(of["sao", seed], of["running_mean", seed], strict=True):
+        for ours, theirs in zip(of["sao", seed], of[baseline, seed], strict=True):
             if "level" not in ours or "level" not in theirs:
                 left_out["not_measured"] += 1
             elif not (ours["learned"] and theirs["learned"]):
@@ -121,12 +123,23 @@ def ratios(runs: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, 
             elif ours["censored"] and theirs["censored"]:
                 left_out["both_censored"] += 1
             else:
-                ratio = math.inf if ours["censored"] else ours["steps"] / theirs["steps"]
-                censored = "sao" if ours["censored"] else "running_mean" if theirs["censored"] else ""
+                ratio = math.inf if ours["censored"] else ours[unit] / theirs[unit]
+                censored = "sao" if ours["censored"] else baseline if theirs["censored"] else ""
                 pairs.append({"seed": seed, "shift": f"{ours['before']} -> {ours['after']}", "ratio": ratio, "censored": censored})
-                pairs[-1] |= {"sao_steps": ours["steps"], "running_mean_steps": theirs["steps"]}
-                pairs[-1] |= {"sao_level": ours["level"], "running_mean_level": theirs["level"]}
+                pairs[-1] |= {f"sao_{unit}": ours[unit], f"{baseline}_{unit}": theirs[unit]}
+                pairs[-1] |= {"sao_level": ours["level"], f"{baseline}_level": theirs["level"]}
     return pairs, left_out
+
+
+def beside(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same median against each baseline that learns, also in tokens and seconds; None where it is infinite. Seconds are those of a shared machine."""
+    rows = []
+    for baseline in ("running_mean", "batch_mean"):
+        for unit in ("steps", "tokens", "seconds"):
+            values = [pair["ratio"] for pair in ratios(runs, baseline, unit)[0]]
+            median = statistics.median(values) if values else math.inf
+            rows.append({"baseline": baseline, "unit": unit, "median": median if math.isfinite(median) else None, "pairs": len(values)})
+    return rows
 
 
 def interval(pairs: list[dict[str, Any]], draws: int = 10_000) -> list[float | None]:
@@ -149,6 +162,7 @@ def report(runs: list[dict[str, Any]], tuning: list[dict[str, Any]]) -> None:
     detail = {
         "pairs": [p | {"ratio": None if math.isinf(p["ratio"]) else p["ratio"]} for p in pairs],
         "left_out": left_out,
+        "beside": beside(runs),
         "sweep": tuning,
         "minutes": sum(r["seconds"] for r in runs) / 60,
         "runs": runs,

@@ -17,6 +17,7 @@ def draw(runs: Sequence[dict[str, Any]]) -> Figure:
     """Two rows: above, the moving average of reward; below, held-out accuracy of each style. Dashed lines are shifts, named by what is rewarded after."""
     methods = list(dict.fromkeys(run["method"] for run in runs))
     figure = Figure(figsize=(2.6 * len(methods) + 0.6, 4.6), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1)
     rows = figure.subplots(2, len(methods), sharex="col", sharey=True, squeeze=False)
     for column, method in enumerate(methods):
         of = [run for run in runs if run["method"] == method]
@@ -33,7 +34,9 @@ def draw(runs: Sequence[dict[str, Any]]) -> Figure:
     rows[0][0].set_ylabel("reward, mean of 40")
     rows[1][0].set_ylabel("held-out accuracy")
     rows[0][0].set_ylim(0, 1.12)
-    rows[1][0].legend(fontsize=7, loc="upper left")
+    rows[1][-1].legend(fontsize=7, loc="upper right")
+    for axes in rows[1]:
+        axes.set_xticks(range(0, 1 + max(len(run["reward_by_step"]) for run in runs), 50))
     return figure
 
 
