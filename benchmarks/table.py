@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 from common import RESULTS, ROOT
 
@@ -11,10 +12,12 @@ BEGIN, END = "<!-- figures: python benchmarks/table.py -->", "<!-- end of figure
 UNITS = {"demo_minutes": " min", "first_step_seconds": " s"}
 
 
-def spread_of(spread: dict[str, float]) -> str:
+def spread_of(result: dict[str, Any]) -> str:
+    spread = result["spread"]
     if "low" in spread:
         return f"95 % interval {spread['low']:.3g} to {spread['high']:.3g}, n = {spread['n']}"
-    return f"{spread['min']:.3g} to {spread['max']:.3g}, n = {spread['n']}" if spread["n"] > 1 else "one run"
+    of = "differences " if result["id"].endswith("_p") else ""  # beside a p value stands what it was computed from
+    return f"{of}{spread['min']:.3g} to {spread['max']:.3g}, n = {spread['n']}" if spread["n"] > 1 else "one run"
 
 
 def table() -> str:
@@ -23,7 +26,7 @@ def table() -> str:
         r = json.loads(path.read_text())
         sign = ">=" if r["higher_is_better"] else "<="
         unit = UNITS.get(r["id"], "")
-        spread = spread_of(r["spread"])
+        spread = spread_of(r)
         simulated = " (simulated)" if r["kind"] == "simulated" else ""
         claim = r["claim"].replace("|", r"\|")  # a bar would end the cell
         lines.append(f"| {claim} (`{r['id']}`){simulated} | {r['value']:.3g}{unit} | {sign} {r['bar']:g}{unit} | {spread} | {r['commit']} |")
