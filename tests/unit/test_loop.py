@@ -62,7 +62,7 @@ def told(loop: TrainingLoop) -> None:
     assert tokens == ledger.dropped_tokens
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     staleness=st.sampled_from([0, 1, 4, 8]),
     batch=st.integers(1, 6),
@@ -282,7 +282,7 @@ def test_the_cap_on_running_episodes_counts_whole_groups(most):
 finished = st.tuples(st.integers(0, 11), st.integers(0, 6))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     done=st.lists(finished, max_size=12, unique_by=lambda pair: pair[0]),
     running=st.dictionaries(st.integers(0, 11), st.integers(0, 6), max_size=12),

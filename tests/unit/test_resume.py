@@ -95,7 +95,7 @@ def sitting(config, disk: Disk | None, step_s, latency, fails, until: float | No
     return loop, learner, new_disk
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     staleness=st.sampled_from([0, 1, 4]),
     batch=st.integers(1, 5),
@@ -138,7 +138,7 @@ def test_any_number_of_sudden_deaths_leaves_one_closed_account(staleness, batch,
         assert set(Counter(t.episode_id.ordinal // group for t in step).values()) == {group}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     every=st.integers(0, 3),
     deaths=st.lists(st.floats(0.5, 10.0), min_size=1, max_size=4),

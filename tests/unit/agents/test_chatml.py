@@ -23,7 +23,7 @@ conversations = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(conversations)
 def test_opening_equals_the_jinja_template(messages) -> None:
     rendered = TOKENIZER.apply_chat_template(messages, chat_template=CHATML_TEMPLATE, tokenize=False, add_generation_prompt=True)

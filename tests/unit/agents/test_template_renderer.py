@@ -23,7 +23,7 @@ def with_template(template: str, **options: str):  # type: ignore[no-untyped-def
     return load_renderer("template", make_tokenizer(template=template), **options)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(spoken, spoken, st.lists(st.integers(5, 400), max_size=5), st.booleans())
 def test_on_a_chatml_template_it_gives_chatml_tokens(opening: str, answer: str, turn: list[int], closed: bool) -> None:
     turn = [*turn, CHATML.stop_ids[0]] if closed else turn

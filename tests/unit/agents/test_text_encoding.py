@@ -31,7 +31,7 @@ def test_the_tokenizer_itself_would_have_made_control_ids() -> None:
     assert not ADDED.control_ids.isdisjoint(plain_way), "the test shows nothing if the tokenizer is safe by itself"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.one_of(st.text(max_size=12), st.sampled_from(sorted(ADDED.control))), max_size=8).map("".join))
 def test_any_text_survives_without_control_ids(text: str) -> None:
     ids = ADDED.encode(text)
@@ -39,7 +39,7 @@ def test_any_text_survives_without_control_ids(text: str) -> None:
     assert ADDED.decode(ids) == text.encode("utf-8", "replace").decode("utf-8")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(max_size=40))
 def test_plain_text_encodes_as_the_tokenizer_does(text: str) -> None:
     tokenizer = make_tokenizer_cached()

@@ -137,7 +137,7 @@ def test_many_keys_are_read_in_linear_time() -> None:
     assert parse(payload).parse_errors[0].kind == "invalid_json"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.one_of(st.text(max_size=60), st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=5), st.lists).map(json.dumps)))
 def test_nothing_a_model_writes_raises(payload: str) -> None:
     action = parse(payload)

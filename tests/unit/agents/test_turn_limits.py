@@ -195,7 +195,7 @@ def test_an_engine_that_breaks_its_promise_has_failed(chatml, broken: Generation
         episode(chatml, ScriptedGenerate([broken]), ScriptedEnvironment([DONE]), max_turn_tokens=8)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_no_schedule_exceeds_a_budget(data: st.DataObject) -> None:
     """C36 as a property: drains, cuts and stops in any order; total, turn and context caps hold, and every request fits what remained."""

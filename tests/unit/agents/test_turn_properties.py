@@ -74,7 +74,7 @@ def _split(renderer: Any, token: int) -> list[int]:
     return [renderer.encoder.backend.token_to_id(character) for character in spelled]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(conversation())
 def test_trainer_ids_are_engine_ids(talk: dict[str, Any]) -> None:
     renderer = talk["renderer"]
@@ -115,7 +115,7 @@ def test_trainer_ids_are_engine_ids(talk: dict[str, Any]) -> None:
     assert len(got.segments) == opened or (len(got.segments) < opened and not generate.sampled[-1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(["special", "added", "text"]), texts, observations)
 def test_context_holds_only_the_scaffolds_control_ids(tags: str, opening: str, answer: list[dict[str, str]]) -> None:
     renderer = RENDERERS[tags]

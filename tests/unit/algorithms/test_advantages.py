@@ -116,7 +116,7 @@ number = st.floats(-3, 3, allow_nan=False, width=32)
 tokens = st.lists(st.tuples(number, number), min_size=1, max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tokens, st.floats(0, 1), st.floats(0, 1), number)
 def test_matches_the_textbook_recursion(data, gamma, lam, end):
     rewards, values = [x[0] for x in data], [x[1] for x in data]
@@ -126,7 +126,7 @@ def test_matches_the_textbook_recursion(data, gamma, lam, end):
     torch.testing.assert_close(got[0], torch.tensor(naive(rewards, values, gamma, lam, end), dtype=F64), atol=1e-9, rtol=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tokens, st.lists(st.integers(0, 4), min_size=13, max_size=13), st.floats(0, 1), st.floats(0, 1))
 def test_inserting_masked_tokens_changes_nothing(data, gaps, gamma, lam):
     """C51: bit for bit, however long the observations and whatever rewards and values stand on them."""

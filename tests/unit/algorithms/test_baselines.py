@@ -69,7 +69,7 @@ def random_inputs(seed: int, n: int = 200) -> LossInputs:
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 2**16))
 def test_value_gradient_and_weight_in_closed_form(name, seed):
     inputs = random_inputs(seed)
@@ -216,7 +216,7 @@ def test_running_mean_by_hand():
     assert everywhere.tolist() == [0.0, -1.0, 0.5] and state == {"": [1.0, 0.0, 1.0]}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(-2, 2)), max_size=30), st.integers(1, 9), st.booleans(), st.integers(1, 5))
 def test_running_mean_equals_a_slow_reference_however_the_stream_is_cut_into_batches(stream, window, per_task, size):
     state, got = {}, []

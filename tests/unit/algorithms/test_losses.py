@@ -42,7 +42,7 @@ def test_the_literal_reading_carries_one_plus_log_pi():
     assert float(logp.grad) == pytest.approx(-math.exp(0.1) * (1 - 2.0))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.floats(-6, -0.01), st.floats(-6, -0.01), st.floats(-3, 3), st.booleans()), min_size=1, max_size=8))
 def test_gradient_in_closed_form(rows):
     """d loss / d logp_t = -f(r_t) A_t / n on the mask, 0 off it; the band does not look at the sign of A."""

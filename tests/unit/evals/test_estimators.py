@@ -77,7 +77,7 @@ def test_ways_to_write_an_answer(text, plain):
     assert normalise_answer(plain) == plain
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.floats(0.1, 0.9), st.integers(0, 1000))
 def test_the_interval_covers_the_mean_and_narrows_with_problems(p, seed):
     rng = np.random.default_rng(seed)

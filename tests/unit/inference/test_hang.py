@@ -93,7 +93,7 @@ def test_a_step_that_does_not_end_is_a_hang_after_its_limit(engine, stepped):
         asked.cancel()
         return time.monotonic() - began
 
-    assert asyncio.run(main()) > (0.15 if stepped else 0.55)
+    assert (0.15 if stepped else 0.55) < asyncio.run(main()) < 1.5
 
 
 def test_a_load_of_weights_may_take_longer_than_a_step(engine):

@@ -56,7 +56,7 @@ def test_requests_spread_over_engines_and_sessions_stay():
     assert first == second
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(budget=st.integers(1, 60), drains=st.lists(st.integers(1, 12), max_size=6), stop=st.sampled_from([(), (7,)]), engines=st.integers(1, 3))
 def test_a_drained_turn_continues_within_its_budget_and_loses_nothing(budget, drains, stop, engines):
     async def run():
@@ -385,4 +385,4 @@ def test_an_engine_that_comes_late_still_has_the_requests_whole_time():
         asyncio.get_running_loop().call_later(0.3, lambda: pool.admit(LocalHandle(engine, "a")))
         return await pool.generate(replace(request(), time_limit_s=0.2))
 
-    assert asyncio.run(run()).finish == "length" and seen[0] > 0.1
+    assert asyncio.run(run()).finish == "length" and 0.1 < seen[0] <= 0.2

@@ -78,7 +78,7 @@ def case_name(value: object) -> str:
 
 
 @pytest.mark.parametrize(("kind", "make"), CASES, ids=case_name)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(order=st.permutations(range(6)), budget=st.integers(1, 120), noise=st.lists(st.sampled_from(["empty", "masked"]), max_size=2))
 def test_gradient_does_not_depend_on_split_order_or_empty_micro_batches(kind, make, order, budget, noise):
     """C64-C67: sums of gradients, one global count."""

@@ -14,7 +14,7 @@ from tests.unit.learner.learner_builders import batch, segment, trajectory
 RNG = np.random.default_rng(0)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.integers(1, 40), max_size=20), st.integers(1, 50), st.integers(0, 99))
 def test_plan_places_every_sample_once_within_the_budget(lengths, budget, seed):
     order = shuffled(len(lengths), seed)

@@ -107,7 +107,7 @@ def test_nothing_in_nothing_out():
 masks = st.lists(st.booleans(), min_size=1, max_size=5).map(lambda bits: [False, *bits])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     parts=st.lists(st.tuples(masks, st.one_of(st.none(), st.integers(0, 4))), min_size=1, max_size=5).filter(lambda p: any(any(m) for m, _ in p)),
     gamma=st.sampled_from([1.0, 0.9]),

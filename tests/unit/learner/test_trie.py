@@ -25,7 +25,6 @@ def arrays(sequences):
 
 
 @given(SEQUENCES)
-@settings(deadline=None)
 def test_every_distinct_prefix_is_one_row(sequences):
     built = trie.build(arrays(sequences))
     assert len(built.token_ids) == len({tuple(s[: n + 1]) for s in sequences for n in range(len(s))})
@@ -34,7 +33,6 @@ def test_every_distinct_prefix_is_one_row(sequences):
 
 
 @given(SEQUENCES)
-@settings(deadline=None)
 def test_a_branch_is_a_node_and_a_parent_comes_before_its_children(sequences):
     built = trie.build(arrays(sequences))
     assert all(node.parent < index for index, node in enumerate(built.nodes))
@@ -74,7 +72,7 @@ def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(SEQUENCES, st.sampled_from(["llama", "qwen3"]), st.sampled_from([0.0, 0.1]))
 def test_the_policys_logprobs_and_gradients_equal_the_unshared(sequences, kind, entropy):
     chosen = samples(sequences)
@@ -87,7 +85,7 @@ def test_the_policys_logprobs_and_gradients_equal_the_unshared(sequences, kind, 
             close(a, b)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(SEQUENCES)
 def test_the_critics_values_and_gradients_equal_the_unshared(sequences):
     chosen = samples(sequences)

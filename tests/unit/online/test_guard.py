@@ -477,7 +477,7 @@ class Killable:
         self.checkpoint = (state, list(buffered), *learner)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(deaths=st.lists(st.floats(0.3, 30.0), min_size=1, max_size=4), poisoned=st.integers(2, 15), fall=st.sampled_from([0.0, 0.5]))
 def test_killed_at_any_moment_the_poison_never_serves_and_the_account_closes(tmp_path_factory, deaths, poisoned, fall):
     folder, disk = tmp_path_factory.mktemp("run"), Killable()

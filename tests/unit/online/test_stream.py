@@ -51,7 +51,7 @@ def test_a_name_that_returns_is_one_regime():
     assert [p.name for p in Schedule(online(A, B, PhaseConfig("a", 400, A.args)), 0).regimes] == ["a", "b"]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 400), st.sampled_from([online(A, B, C), online(A, B, C, drift="gradual", ramp=80)]))
 def test_a_stream_that_is_resumed_goes_on_exactly(position, drift):
     straight, resumed = source(drift), source(drift)

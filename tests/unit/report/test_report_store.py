@@ -100,7 +100,7 @@ def assert_same(a: Trajectory, b: Trajectory) -> None:
             np.testing.assert_array_equal(right.side[name], array)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(batch=batches(), version=st.integers(0, 2**30))
 def test_what_is_written_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, batch: tuple[list[Trajectory], list[SegmentRecord]], version: int

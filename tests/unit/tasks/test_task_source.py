@@ -90,7 +90,7 @@ def draw(source: TaskSource, n: int) -> list[Task]:
 
 
 @given(kind=st.sampled_from([sums, rows_source, mixture]), before=st.integers(0, 40), after=st.integers(1, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_loaded_cursor_goes_on_where_the_saved_one_stood(kind: Any, before: int, after: int) -> None:
     source = kind()
     draw(source, before)
@@ -103,7 +103,7 @@ def test_a_loaded_cursor_goes_on_where_the_saved_one_stood(kind: Any, before: in
 
 
 @given(n=st.integers(1, 30), seed=st.integers(0, 3), shuffle=st.booleans(), stops=st.lists(st.integers(0, 40), max_size=5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_row_comes_once_per_epoch_whatever_the_restarts(n: int, seed: int, shuffle: bool, stops: list[int]) -> None:
     source = rows_source(n, seed=seed, shuffle=shuffle)
     seen: list[int] = []
@@ -192,7 +192,7 @@ def test_held_out_tasks_are_the_same_at_any_time() -> None:
 
 
 @given(weights=st.lists(st.floats(0, 10), min_size=3, max_size=3).filter(lambda values: sum(values) > 0.01), n=st.integers(1, 300))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_consumed_shares_track_the_weights_at_every_length(weights: list[float], n: int) -> None:
     source = mixture(weights)
     counts = Counter(task.environment for task in draw(source, n))

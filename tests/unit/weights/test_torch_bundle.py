@@ -9,7 +9,7 @@ from sao.weights.torch_bundle import ALIGNMENT, pack, unpack
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), min_size=0, max_size=3)), max_size=6))
 def test_round_trip_is_exact_for_every_dtype_and_shape(entries):
     tensors = [(f"t{i}", torch.randint(0, 200, shape).to(dtype)) for i, (dtype, shape) in enumerate(entries)]
