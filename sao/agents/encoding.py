@@ -16,7 +16,20 @@ from tokenizers import Tokenizer
 
 from sao.errors import UserError
 
-# A part of a prompt: text to encode with control ids banned, or one id of the scaffold.
+
+class Scaffold(str):
+    """Text of a layout: the control tokens it spells become their ids."""
+
+    __slots__ = ()
+
+
+class Own(str):
+    """Text of the policy: the tags it may write itself (tool calls, reasoning) become their ids, other control tokens do not."""
+
+    __slots__ = ()
+
+
+# A part of a prompt: text to encode with control ids banned, scaffold, text of the policy, or one id.
 Piece = str | int
 
 
@@ -29,10 +42,10 @@ class TextEncoder:
     """Encodes text for one tokenizer; stateless after construction, so concurrent episodes share it.
 
     `control` maps the text of each control token to its id: every added token but whitespace and a pure unknown token, the tokenizer's
-    named special tokens, and `markers` (tokens a renderer uses as scaffold wherever they live in the vocabulary).
+    named special tokens, and `markers` (tokens a renderer uses as scaffold wherever they live in the vocabulary). `own` are those of `tags` among them.
     """
 
-    def __init__(self, tokenizer: Any, markers: Iterable[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, markers: Iterable[str] = (), tags: Iterable[str] = ()) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise UserError(
@@ -41,6 +54,7 @@ class TextEncoder:
         self.backend: Tokenizer = backend
         self.control = _control_tokens(tokenizer, backend, markers)
         self.control_ids = frozenset(self.control.values())
+        self.own = {tag: self.control[tag] for tag in tags if tag in self.control}
         self._plain = _without_added_tokens(backend, self.control)
         spelled = sorted(self.control, key=len, reverse=True)
         self._marker = re.compile("|".join(map(re.escape, spelled))) if spelled else None
@@ -50,16 +64,17 @@ class TextEncoder:
         return self._banned(well_formed(text)) if text else []
 
     def compose(self, pieces: Iterable[Piece]) -> list[int]:
-        """Ids of scaffold ids and text; neighbouring text is encoded as one stretch, as a whole rendered prompt would be."""
+        """Ids of the pieces; neighbouring text is encoded as one stretch, as a whole rendered prompt would be."""
         ids: list[int] = []
         stretch: list[str] = []
         for piece in pieces:
-            if isinstance(piece, str):
-                stretch.append(piece)
-                continue
-            ids += self.encode("".join(stretch))
-            stretch.clear()
-            ids.append(piece)
+            for part in self._resolve(piece):
+                if isinstance(part, str):
+                    stretch.append(part)
+                    continue
+                ids += self.encode("".join(stretch))
+                stretch.clear()
+                ids.append(part)
         return ids + self.encode("".join(stretch))
 
     def split(self, text: str, allowed: Mapping[str, int]) -> list[Piece]:
@@ -70,12 +85,18 @@ class TextEncoder:
         return [allowed.get(part, part) for part in re.split(f"({pattern})", text) if part]
 
     def count_markers(self, text: str) -> int:
-        """How often `text` spells a control token: attempts, or accidents, that encoding split."""
-        return sum(1 for _ in self._marker.finditer(text)) if self._marker else 0
+        """How often `text` spells a control token that encoding splits: attempts, or accidents. In the policy's own text its tags are none."""
+        harmless = self.own if isinstance(text, Own) else {}
+        return sum(found.group() not in harmless for found in self._marker.finditer(text)) if self._marker else 0
 
     def decode(self, ids: Sequence[int]) -> str:
         """The exact text of `ids`, control tokens spelled out."""
         return str(self.backend.decode([int(token) for token in ids], skip_special_tokens=False))
+
+    def _resolve(self, piece: Piece) -> list[Piece]:
+        if isinstance(piece, Scaffold):
+            return self.split(piece, self.control)
+        return self.split(piece, self.own) if isinstance(piece, Own) else [piece]
 
     def _banned(self, text: str) -> list[int]:
         encoding = self._plain.encode(text, add_special_tokens=False)
