@@ -180,7 +180,7 @@ class LayoutRenderer:
         thought = message.get("reasoning_content")
         if not isinstance(thought, str):
             before, closed, after = text.partition(THINK_END)
-            thought, text = (before.rpartition(THINK)[2], after) if closed else ("", text)
+            thought, text = (before.rpartition(THINK)[2], after.lstrip("\n")) if closed else ("", text)
         return Said(thought.strip("\n"), text.lstrip("\n") if thought else text, calls)
 
     def _body(self, turn_ids: Sequence[int]) -> list[int]:
