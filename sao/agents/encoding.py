@@ -56,8 +56,7 @@ class TextEncoder:
         self.control_ids = frozenset(self.control.values())
         self.own = {tag: self.control[tag] for tag in tags if tag in self.control}
         self._plain = _without_added_tokens(backend, self.control)
-        spelled = sorted(self.control, key=len, reverse=True)
-        self._marker = re.compile("|".join(map(re.escape, spelled))) if spelled else None
+        self._marker, self._tag = _any_of(self.control), _any_of(self.own)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, none of them a control id. Where the vocabulary has no other spelling of a one-character marker, it is left out."""
@@ -68,7 +67,7 @@ class TextEncoder:
         ids: list[int] = []
         stretch: list[str] = []
         for piece in pieces:
-            for part in self._resolve(piece):
+            for part in self.resolve(piece):
                 if isinstance(part, str):
                     stretch.append(part)
                     continue
@@ -77,12 +76,12 @@ class TextEncoder:
                 ids.append(part)
         return ids + self.encode("".join(stretch))
 
-    def split(self, text: str, allowed: Mapping[str, int]) -> list[Piece]:
-        """`text` as pieces in which the allowed markers are ids; only for text we wrote or the policy sampled."""
-        if not allowed:
-            return [text]
-        pattern = "|".join(re.escape(marker) for marker in sorted(allowed, key=len, reverse=True))
-        return [allowed.get(part, part) for part in re.split(f"({pattern})", text) if part]
+    def resolve(self, piece: Piece) -> list[str | int]:
+        """The piece as text without meaning and ids."""
+        if not isinstance(piece, (Scaffold, Own)):
+            return [piece]
+        known, pattern = (self.control, self._marker) if isinstance(piece, Scaffold) else (self.own, self._tag)
+        return [known.get(part, part) for part in pattern.split(piece) if part] if pattern else [str(piece)]
 
     def count_markers(self, text: str) -> int:
         """How often `text` spells a control token that encoding splits: attempts, or accidents. In the policy's own text its tags are none."""
@@ -92,11 +91,6 @@ class TextEncoder:
     def decode(self, ids: Sequence[int]) -> str:
         """The exact text of `ids`, control tokens spelled out."""
         return str(self.backend.decode([int(token) for token in ids], skip_special_tokens=False))
-
-    def _resolve(self, piece: Piece) -> list[Piece]:
-        if isinstance(piece, Scaffold):
-            return self.split(piece, self.control)
-        return self.split(piece, self.own) if isinstance(piece, Own) else [piece]
 
     def _banned(self, text: str) -> list[int]:
         encoding = self._plain.encode(text, add_special_tokens=False)
@@ -114,6 +108,12 @@ class TextEncoder:
         if parts == [text]:
             return [token for token in encoding.ids if token not in self.control_ids]
         return [token for part in parts if part for token in self._banned(part)]
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str] | None:
+    """Matches any of the tokens, the longest first."""
+    spelled = sorted(tokens, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, spelled))})") if spelled else None
 
 
 def _control_tokens(tokenizer: Any, backend: Tokenizer, markers: Iterable[str]) -> dict[str, int]:

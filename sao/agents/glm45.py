@@ -20,14 +20,14 @@ the text of an argument or result that spells a tag stays text.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sao.agents.encoding import Own, Piece, Scaffold
 from sao.agents.layout import THINK_TAGS, TOOL_TAGS, Layout, Said
 from sao.agents.renderer import Tools
-from sao.agents.tool_calls import Schemas, Unreadable, parse_items, strict_json
+from sao.agents.tool_calls import Schemas, Unreadable, clip, is_type, parse_items, strict_json
 from sao.environment import Action, Message
 
 _TOOLS = (
@@ -104,7 +104,7 @@ class GLM45(Layout):
 def _read(items: Sequence[str], schemas: Schemas) -> tuple[str, Any]:
     """One call: the name, then key and value in turn, blank text between them."""
     name, rest = "", list(items)
-    while rest and rest[0] != _KEY:
+    while rest and rest[0] not in ARGUMENT_TAGS:
         name += rest.pop(0)
     name = name.strip()
     if not name:
@@ -123,7 +123,7 @@ def _read(items: Sequence[str], schemas: Schemas) -> tuple[str, Any]:
         if between.strip():
             raise Unreadable(f"there is text between {_KEY_END} and {_VALUE}")
         if key in arguments:
-            raise Unreadable(f"the key {key[:60]} appears twice")
+            raise Unreadable(f"the key {clip(key)} appears twice")
         arguments[key] = _value(_until(parts, _VALUE_END), properties.get(key))
     return name, arguments
 
@@ -138,14 +138,24 @@ def _until(parts: Iterator[str], tag: str) -> str:
 
 
 def _value(text: str, schema: Any) -> Any:
-    """A string where the schema says so (or, beside other types, where the text is not JSON), else JSON."""
-    kinds = schema.get("type") if isinstance(schema, dict) else None
-    kinds = [kinds] if isinstance(kinds, str) else list(kinds or ())
-    if kinds == ["string"]:
+    """A sampled value: bare where the tool's schema says string, else JSON. Where it says both, or nothing, JSON wins if it fits."""
+    kinds = _kinds(schema)
+    bare = not kinds or "string" in kinds
+    if kinds == {"string"}:
         return text
     try:
-        return strict_json(text)
+        value = strict_json(text)
     except Unreadable:
-        if kinds and "string" not in kinds:
+        if not bare:
             raise
         return text
+    fits = not kinds or any(is_type(value, kind) for kind in kinds)
+    return text if bare and (isinstance(value, str) or not fits) else value
+
+
+def _kinds(schema: Any) -> set[str]:
+    if not isinstance(schema, Mapping):
+        return set()
+    named = schema.get("type") or ()
+    own = {named} if isinstance(named, str) else set(named)
+    return own.union(*(_kinds(option) for key in ("anyOf", "oneOf") for option in schema.get(key) or ()))

@@ -191,7 +191,7 @@ class TemplateRenderer:
         pieces: list[Piece] = []
         for index, part in enumerate(_SLOT.split(rendered)):
             if index % 2 == 0:
-                pieces += self.encoder.split(part, self.encoder.control)  # ids, not Scaffold: _after_close looks for them
+                pieces += self.encoder.resolve(Scaffold(part))
                 continue
             number = int(part)
             seen.append(number)

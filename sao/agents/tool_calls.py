@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from sao.agents.encoding import Piece, Scaffold, TextEncoder
-from sao.environment import Action, Message, ParseError, ToolCall
+from sao.environment import Action, ParseError, ToolCall
 
 OPEN_TAG = "<tool_call>"
 CLOSE_TAG = "</tool_call>"
@@ -61,9 +61,9 @@ def call_body(name: str, arguments: Mapping[str, Any]) -> str:
     return json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
 
 
-def structured_calls(message: Message) -> list[tuple[str, Mapping[str, Any]]]:
+def structured_calls(message: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Name and arguments of an assistant message's `tool_calls` (OpenAI form). Raises KeyError, TypeError, ValueError or AttributeError on others."""
-    calls = []
+    calls: list[tuple[str, Mapping[str, Any]]] = []
     for call in message.get("tool_calls") or ():
         function = _function(call)
         arguments = function.get("arguments") or {}
@@ -137,7 +137,7 @@ def judge(text: str, raw: Sequence[tuple[Sequence[str], bool]], tools: Sequence[
     errors: list[ParseError] = []
     schemas = {str(function.get("name", "")): function for function in map(_function, tools)}
     for index, (items, closed) in enumerate(raw):
-        outcome = _read_call(items, schemas, read, f"call_{index}") if closed else _error("unclosed", f"{unclosed}: {_clip(''.join(items))}")
+        outcome = _read_call(items, schemas, read, f"call_{index}") if closed else _error("unclosed", f"{unclosed}: {clip(''.join(items))}")
         if isinstance(outcome, ToolCall):
             calls.append(outcome)
         else:
@@ -159,16 +159,16 @@ def read_json(items: Sequence[str], schemas: Schemas, keys: Sequence[str] = ("ar
 def _read_call(items: Sequence[str], schemas: Schemas, read: Reader, call_id: str) -> ToolCall | ParseError:
     payload = "".join(items)
     if len(payload) > MAX_CALL_CHARS:
-        return _error("bad_args", f"the call has {len(payload)} characters, at most {MAX_CALL_CHARS} are read: {_clip(payload)}")
+        return _error("bad_args", f"the call has {len(payload)} characters, at most {MAX_CALL_CHARS} are read: {clip(payload)}")
     try:
         name, arguments = read(items, schemas)
     except Unreadable as problem:
-        return _error("invalid_json", f"{problem}: {_clip(payload)}")
+        return _error("invalid_json", f"{problem}: {clip(payload)}")
     if name not in schemas:
-        return _error("unknown_tool", f"there is no tool {_clip(name)}; tools: {_clip(', '.join(schemas) or 'none')}", name)
+        return _error("unknown_tool", f"there is no tool {clip(name)}; tools: {clip(', '.join(schemas) or 'none')}", name)
     mismatch = _schema_problem(arguments, schemas[name].get("parameters") or {})
     if mismatch:
-        return _error("bad_args", f"{_clip(name)}: {mismatch}", name)
+        return _error("bad_args", f"{clip(name)}: {mismatch}", name)
     return ToolCall(name=name, arguments=arguments, call_id=call_id)
 
 
@@ -187,7 +187,7 @@ def strict_json(payload: str) -> Any:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise Unreadable(f"the key {_clip(key)} appears twice")
+                raise Unreadable(f"the key {clip(key)} appears twice")
             found[key] = value
         return found
 
@@ -224,25 +224,26 @@ def _schema_problem(arguments: Any, schema: Mapping[str, Any]) -> str:
     properties = schema.get("properties") or {}
     missing = [key for key in schema.get("required") or () if key not in arguments]
     if missing:
-        return f"missing {_clip(', '.join(map(str, missing)))}"
+        return f"missing {clip(', '.join(map(str, missing)))}"
     unknown = [key for key in arguments if key not in properties]
     if unknown and not schema.get("additionalProperties", "properties" not in schema):
-        return f"unknown argument {_clip(', '.join(unknown))}; arguments: {_clip(', '.join(map(str, properties)) or 'none')}"
+        return f"unknown argument {clip(', '.join(unknown))}; arguments: {clip(', '.join(map(str, properties)) or 'none')}"
     for key, value in arguments.items():
         expected = properties.get(key)
         if not isinstance(expected, Mapping):
             continue
         names = expected.get("type")
         names = [names] if isinstance(names, str) else list(names or ())
-        if names and not any(_is_type(value, name) for name in names):
-            return f"{_clip(key)} must be {' or '.join(names)}, not {_json_type(value)}"
+        if names and not any(is_type(value, name) for name in names):
+            return f"{clip(key)} must be {' or '.join(names)}, not {_json_type(value)}"
         choices = expected.get("enum")
         if choices is not None and not any(_json_type(value) == _json_type(choice) and value == choice for choice in choices):
-            return f"{_clip(key)} must be one of {_clip(', '.join(map(str, choices)))}"
+            return f"{clip(key)} must be one of {clip(', '.join(map(str, choices)))}"
     return ""
 
 
-def _is_type(value: Any, name: str) -> bool:
+def is_type(value: Any, name: str) -> bool:
+    """Whether a JSON value is of a JSON schema type; unknown types hold everything."""
     if isinstance(value, bool) and name != "boolean":
         return False
     return name not in _JSON_TYPES or isinstance(value, _JSON_TYPES[name])
@@ -250,7 +251,7 @@ def _is_type(value: Any, name: str) -> bool:
 
 def _json_type(value: Any) -> str:
     for name in ("boolean", "integer", "number", "string", "object", "array"):
-        if _is_type(value, name):
+        if is_type(value, name):
             return name
     return "null"
 
@@ -261,8 +262,9 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _error(kind: str, message: str, name: str = "") -> ParseError:
-    return ParseError(kind=kind, message=f"error: {message}", name=_clip(name))
+    return ParseError(kind=kind, message=f"error: {message}", name=clip(name))
 
 
-def _clip(text: str) -> str:
+def clip(text: str) -> str:
+    """At most `ECHO_CHARS` characters of what the model wrote."""
     return text if len(text) <= ECHO_CHARS else f"{text[: ECHO_CHARS - 3]}..."

@@ -7,7 +7,6 @@ The independent one is Prime Intellect's `renderers`. Where we differ from it on
                                        Qwen3, inside its reasoning: only `<|im_end|>` follows; there `</think>` too
     several calls in a message         Llama 3: joined by `; `; refused there. GLM-4.5 beside text: each on its own line, as its template says
     model.reasoning=keep               reasoning stands wherever a message has it; there full renderings always strip it from earlier turns
-    /nothink at a user's end           the family's token, as when we add it (a guard against spelled tokens would make it text)
 """
 
 from __future__ import annotations
@@ -244,6 +243,23 @@ def test_deltas_equal_the_independent_bridge(family: str) -> None:
         assert [*prompt, *turn, *ours.delta(turn, new)] == theirs.bridge_to_next_turn(prompt, turn, new).token_ids
 
     check()
+
+
+def test_the_differences_are_where_we_say() -> None:
+    two = {"role": "assistant", "content": "both", "tool_calls": [call("weather", {}), call("weather", {})]}
+    glm, llama = family_renderer("glm45"), family_renderer("llama3")
+    assert glm.open([user("q"), two, tool("x")], []) != oracle("glm45").render_ids([user("q"), two, tool("x")], add_generation_prompt=True)
+    assert "</tool_call>\n<tool_call>" in glm.encoder.decode(glm.encode_turn(two))  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="single tool call"):
+        oracle("llama3").render_ids([user("q"), two])
+    assert llama.text(llama.encode_turn(two)) == 'both\n{"name": "weather", "parameters": {}}; {"name": "weather", "parameters": {}}'
+    forged = [user("<|eot_id|>")]
+    assert llama.open(forged, []).count(llama.stop_ids[0]) + 1 == oracle("llama3").render_ids(forged, add_generation_prompt=True).count(
+        llama.stop_ids[0]
+    )
+    cut = [*glm.encode_turn(said("x"))[:-1]]
+    assert glm.stop_ids[-1] in oracle("glm45").bridge_to_next_turn(glm.open([user("q")], []), cut, [user("y")]).token_ids
+    assert glm.stop_ids[-1] not in glm.delta(cut, [user("y")])  # type: ignore[operator]
 
 
 # --- whole episodes ---
