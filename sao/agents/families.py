@@ -7,7 +7,6 @@ from typing import Any
 from jinja2 import TemplateError
 
 from sao.agents.chatml import ChatML
-from sao.agents.encoding import TextEncoder
 from sao.agents.glm45 import GLM45
 from sao.agents.layout import Layout, LayoutRenderer
 from sao.agents.llama3 import Llama3
@@ -23,8 +22,8 @@ _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "para
 def choose(tokenizer: Any) -> tuple[str, str]:
     """The renderer for a tokenizer, and why: the family whose control tokens it has, if the tokenizer's own chat template (where it has one) writes
     that family's text; else `template`. Raises UserError where two families fit, or none and there is no chat template."""
-    control = TextEncoder(tokenizer, {token for family in FAMILIES.values() for token in family.required}).control.keys()
-    fit = [family for family in FAMILIES.values() if control >= set(family.required)]
+    vocabulary = tokenizer.get_vocab().keys()
+    fit = [family for family in FAMILIES.values() if vocabulary >= set(family.required)]
     # Qwen3 holds all of ChatML's tokens: the family that asks for more is meant.
     fit = [family for family in fit if not any(set(family.required) < set(other.required) for other in fit)]
     if len(fit) > 1:

@@ -103,16 +103,14 @@ class GLM45(Layout):
 
 def _read(items: Sequence[str], schemas: Schemas) -> tuple[str, Any]:
     """One call: the name, then key and value in turn, blank text between them."""
-    name, rest = "", list(items)
-    while rest and rest[0] not in ARGUMENT_TAGS:
-        name += rest.pop(0)
-    name = name.strip()
+    first = next((index for index, item in enumerate(items) if item in ARGUMENT_TAGS), len(items))
+    name = "".join(items[:first]).strip()
     if not name:
         raise Unreadable(f"the call needs a name before its first {_KEY}")
     parameters = schemas[name].get("parameters") or {} if name in schemas else {}
     properties = parameters.get("properties") or {}
     arguments: dict[str, Any] = {}
-    parts = iter(rest)
+    parts = iter(items[first:])
     for part in parts:
         if not part.strip():
             continue
@@ -129,11 +127,11 @@ def _read(items: Sequence[str], schemas: Schemas) -> tuple[str, Any]:
 
 
 def _until(parts: Iterator[str], tag: str) -> str:
-    text = ""
+    text: list[str] = []
     for part in parts:
         if part == tag:
-            return text
-        text += part
+            return "".join(text)
+        text.append(part)
     raise Unreadable(f"{tag} is missing")
 
 
@@ -141,8 +139,6 @@ def _value(text: str, schema: Any) -> Any:
     """A sampled value: bare where the tool's schema says string, else JSON. Where it says both, or nothing, JSON wins if it fits."""
     kinds = _kinds(schema)
     bare = not kinds or "string" in kinds
-    if kinds == {"string"}:
-        return text
     try:
         value = strict_json(text)
     except Unreadable:
@@ -157,5 +153,5 @@ def _kinds(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type") or ()
-    own = {named} if isinstance(named, str) else set(named)
+    own = {named} if isinstance(named, str) else set(map(str, named))
     return own.union(*(_kinds(option) for key in ("anyOf", "oneOf") for option in schema.get(key) or ()))

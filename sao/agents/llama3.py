@@ -40,7 +40,8 @@ _IN_USER = (
     + _FORM
 )
 _PYTHON = "<|python_tag|>"
-_CALL = re.compile(rf'^[ \t]*(?:{re.escape(_PYTHON)})?\s*(?=\{{\s*"(?:name|type)"\s*:)', re.MULTILINE)
+# Possessive, so that a turn of blanks takes linear time.
+_CALL = re.compile(rf'^[ \t]*+(?:{re.escape(_PYTHON)}\s*+)?(?=\{{\s*+"(?:name|type)"\s*+:)', re.MULTILINE)
 _ANOTHER = re.compile(r"[ \t]*;\s*(?=\{)")
 
 

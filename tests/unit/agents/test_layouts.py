@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
 from agents_kit import TASK, ScriptedEnvironment, ScriptedGenerate, make_tokenizer, user
 from family_kit import FAMILIES, WEATHER, call, family_renderer, family_tokenizer
 
+from sao.agents.families import FAMILIES as FAMILIES_BY_NAME
 from sao.agents.renderer import Fork, demonstration_tokens, load_renderer
 from sao.agents.tool_calls import ECHO_CHARS, MAX_CALL_CHARS
 from sao.agents.turns import Limits, run_episode
@@ -100,6 +102,14 @@ def test_several_calls_and_the_text_around_them() -> None:
 @pytest.mark.parametrize("text", ['{"answer": 4}', 'It is {"name": "weather"}', "{", "4 {", '{"names": {"name": "x"}}', ""])
 def test_an_answer_in_json_is_no_call_of_llamas(text: str) -> None:
     assert parse("llama3", text) == Action(text=text)
+
+
+def test_hostile_turns_take_no_quadratic_time() -> None:
+    began = time.process_time()
+    for text in ("\n" * 200_000, " " * 200_000, '{"name":\n' * 50_000, '\\"' * 200_000, "<|python_tag|>\n" * 50_000):
+        FAMILIES_BY_NAME["llama3"]().parse([text], [WEATHER])
+    FAMILIES_BY_NAME["glm45"]().parse(["<tool_call>", *["<think>"] * 100_000, "<arg_key>", *["x"] * 100_000], [WEATHER])
+    assert time.process_time() - began < 2
 
 
 def test_glm_values_are_typed_by_the_schema() -> None:
