@@ -73,8 +73,11 @@ class ModelConfig:
     warmstart: bool = False  # start from the cached `sao warmstart` checkpoint of this model and environment
     dtype: str = "float32"  # float32 | bfloat16: of the trained weights
     autocast: bool = False  # bf16 autocast in the learner
-    renderer: str = "chatml"
+    renderer: str = (
+        "chatml"  # chatml | qwen3 | llama3 | glm45: a family's chat layout | template: the tokenizer's own | auto: chosen by the tokenizer
+    )
     reasoning: str = "keep"  # keep | template: what happens to earlier turns' reasoning (template: a new segment)
+    thinking: bool = True  # false: the generation prompt tells the model not to reason (qwen3, glm45, templates with enable_thinking)
     trust_remote_code: bool = False
 
 

@@ -72,8 +72,10 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
     plan = make_plan(config, model, machine())
     check_plan(config, plan, model)
     check_openings(config, env_configs, probes, renderer)
+    told = f"{renderer.name} (model.renderer=auto: {renderer.why})" if renderer.why else renderer.name
     if config.run.dry_run:
         print(f"model      {model_path}\n           {model.parameters:,} parameters, context {model.context}")
+        print(f"renderer   {told}")
         print(f"data       {source.length if source.length is not None else 'generated'} tasks, {len(held_out)} held out")
         print(plan.text())
         if resume:
@@ -84,7 +86,7 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
         store = _store(config, folder.path)
         checkpoint = store.checkpoint_of(model) if resume else None  # before the first write: what refuses it leaves the folder as it was
         folder.write_text("config.yaml", to_yaml(config))
-        folder.write_text("plan.txt", plan.text() + "\n")
+        folder.write_text("plan.txt", f"{plan.text()}\nrenderer: {told}\n")
         command = {"verb": verb, "overrides": list(overrides), "model": model_path, "incarnation": folder.incarnation, "sao": started_by()}
         folder.write_json("command.json", command)
         observer = RunObserver(folder, config, started, fetch)

@@ -125,7 +125,7 @@ def _train(config: Config, environment: Any, directory: Path, say: Progress) -> 
     tokenizer = load_tokenizer(base, trust_remote_code=config.model.trust_remote_code)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, trust_remote_code=config.model.trust_remote_code)
     model.train()
-    tools, renderer = _tools(config, environment), load_renderer(config.model.renderer, tokenizer)
+    tools, renderer = _tools(config, environment), load_renderer(config.model.renderer, tokenizer, thinking=config.model.thinking)
 
     def example(name: str, clean: bool) -> Example:
         return Example(*demonstration_tokens(renderer, environment.demonstration(random.Random(name), clean, **config.env.args), tools))

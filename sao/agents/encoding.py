@@ -16,7 +16,20 @@ from tokenizers import Tokenizer
 
 from sao.errors import UserError
 
-# A part of a prompt: text to encode with control ids banned, or one id of the scaffold.
+
+class Scaffold(str):
+    """Text of a layout: the control tokens it spells become their ids."""
+
+    __slots__ = ()
+
+
+class Own(str):
+    """Text of the policy: the tags it may write itself (tool calls, reasoning) become their ids, other control tokens do not."""
+
+    __slots__ = ()
+
+
+# A part of a prompt: text to encode with control ids banned, scaffold, text of the policy, or one id.
 Piece = str | int
 
 
@@ -29,10 +42,10 @@ class TextEncoder:
     """Encodes text for one tokenizer; stateless after construction, so concurrent episodes share it.
 
     `control` maps the text of each control token to its id: every added token but whitespace and a pure unknown token, the tokenizer's
-    named special tokens, and `markers` (tokens a renderer uses as scaffold wherever they live in the vocabulary).
+    named special tokens, and `markers` (tokens a renderer uses as scaffold wherever they live in the vocabulary). `own` are those of `tags` among them.
     """
 
-    def __init__(self, tokenizer: Any, markers: Iterable[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, markers: Iterable[str] = (), tags: Iterable[str] = ()) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise UserError(
@@ -41,37 +54,39 @@ class TextEncoder:
         self.backend: Tokenizer = backend
         self.control = _control_tokens(tokenizer, backend, markers)
         self.control_ids = frozenset(self.control.values())
+        self.own = {tag: self.control[tag] for tag in tags if tag in self.control}
         self._plain = _without_added_tokens(backend, self.control)
-        spelled = sorted(self.control, key=len, reverse=True)
-        self._marker = re.compile("|".join(map(re.escape, spelled))) if spelled else None
+        self._marker, self._tag = _any_of(self.control), _any_of(self.own)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, none of them a control id. Where the vocabulary has no other spelling of a one-character marker, it is left out."""
         return self._banned(well_formed(text)) if text else []
 
     def compose(self, pieces: Iterable[Piece]) -> list[int]:
-        """Ids of scaffold ids and text; neighbouring text is encoded as one stretch, as a whole rendered prompt would be."""
+        """Ids of the pieces; neighbouring text is encoded as one stretch, as a whole rendered prompt would be."""
         ids: list[int] = []
         stretch: list[str] = []
         for piece in pieces:
-            if isinstance(piece, str):
-                stretch.append(piece)
-                continue
-            ids += self.encode("".join(stretch))
-            stretch.clear()
-            ids.append(piece)
+            for part in self.resolve(piece):
+                if isinstance(part, str):
+                    stretch.append(part)
+                    continue
+                ids += self.encode("".join(stretch))
+                stretch.clear()
+                ids.append(part)
         return ids + self.encode("".join(stretch))
 
-    def split(self, text: str, allowed: Mapping[str, int]) -> list[Piece]:
-        """`text` as pieces in which the allowed markers are ids; only for text we wrote or the policy sampled."""
-        if not allowed:
-            return [text]
-        pattern = "|".join(re.escape(marker) for marker in sorted(allowed, key=len, reverse=True))
-        return [allowed.get(part, part) for part in re.split(f"({pattern})", text) if part]
+    def resolve(self, piece: Piece) -> list[str | int]:
+        """The piece as text without meaning and ids."""
+        if not isinstance(piece, (Scaffold, Own)):
+            return [piece]
+        known, pattern = (self.control, self._marker) if isinstance(piece, Scaffold) else (self.own, self._tag)
+        return [known.get(part, part) for part in pattern.split(piece) if part] if pattern else [str(piece)]
 
     def count_markers(self, text: str) -> int:
-        """How often `text` spells a control token: attempts, or accidents, that encoding split."""
-        return sum(1 for _ in self._marker.finditer(text)) if self._marker else 0
+        """How often `text` spells a control token that encoding splits: attempts, or accidents. In the policy's own text its tags are none."""
+        harmless = self.own if isinstance(text, Own) else {}
+        return sum(found.group() not in harmless for found in self._marker.finditer(text)) if self._marker else 0
 
     def decode(self, ids: Sequence[int]) -> str:
         """The exact text of `ids`, control tokens spelled out."""
@@ -93,6 +108,12 @@ class TextEncoder:
         if parts == [text]:
             return [token for token in encoding.ids if token not in self.control_ids]
         return [token for part in parts if part for token in self._banned(part)]
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str] | None:
+    """Matches any of the tokens, the longest first."""
+    spelled = sorted(tokens, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, spelled))})") if spelled else None
 
 
 def _control_tokens(tokenizer: Any, backend: Tokenizer, markers: Iterable[str]) -> dict[str, int]:

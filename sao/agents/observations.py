@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sao.agents.tool_calls import call_pieces
+from sao.agents.tool_calls import structured_calls
 from sao.environment import Message, StepResult
 from sao.errors import EnvironmentFailure
 
@@ -83,7 +83,7 @@ def _check_message(message: Any, who: str) -> Message:
     if not isinstance(content, str):
         raise EnvironmentFailure(f"{who} has content of type {type(content).__name__}, not text")
     try:
-        call_pieces({**message, "content": content}, {})
+        structured_calls(message)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise EnvironmentFailure(f"{who} has malformed tool_calls ({type(problem).__name__}: {problem})") from None
     return {**message, "content": content}

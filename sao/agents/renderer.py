@@ -17,7 +17,7 @@ from sao.environment import Action, Message
 from sao.errors import ConfigError, UserError
 
 Tools = Sequence[Mapping[str, Any]]
-RENDERERS = ("chatml", "template")
+RENDERERS = ("auto", "chatml", "qwen3", "llama3", "glm45", "template")
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,10 @@ class Fork:
 
 
 class Renderer(Protocol):
-    """`stop_ids` end a turn; they are sampled tokens, given to the engine as stop ids."""
+    """`stop_ids` end a turn; they are sampled tokens, given to the engine as stop ids. `name` is one of RENDERERS, never `auto`; `why` says why `auto` chose it."""
 
+    name: str
+    why: str
     stop_ids: tuple[int, ...]
 
     def open(self, messages: Sequence[Message], tools: Tools) -> list[int]:
@@ -38,6 +40,10 @@ class Renderer(Protocol):
 
     def delta(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int] | Fork:
         """Ids to append after a sampled turn: its close where it does not end with a stop id, the separator, the messages, the generation prompt."""
+        ...
+
+    def generation(self) -> list[int]:
+        """Ids of the generation prompt, with which every opening and delta ends."""
         ...
 
     def parse(self, turn_ids: Sequence[int], tools: Tools) -> Action:
@@ -57,26 +63,30 @@ class Renderer(Protocol):
         ...
 
 
-def load_renderer(name: str, tokenizer: Any, *, reasoning: str = "keep", extra_stop_ids: Sequence[int] = ()) -> Renderer:
-    """The renderer `model.renderer` names, for a Hugging Face fast tokenizer.
+def load_renderer(name: str, tokenizer: Any, *, reasoning: str = "keep", thinking: bool = True, extra_stop_ids: Sequence[int] = ()) -> Renderer:
+    """The renderer `model.renderer` names, for a Hugging Face fast tokenizer; `auto` chooses (see `sao.agents.families.choose`).
 
-    reasoning: `keep` appends, so earlier turns keep their reasoning; `template` lets the template strip it, with a new segment per user turn.
-    extra_stop_ids: further end-of-turn ids, see `generation_stop_ids`. Raises ConfigError or UserError when name, tokenizer and reasoning do not fit.
+    reasoning: `keep` appends, so earlier turns keep their reasoning; `template` lets the family strip it, with a new segment per user turn.
+    thinking: false prompts the model not to reason, where the family has such a switch. extra_stop_ids: further end-of-turn ids, see
+    `generation_stop_ids`. Raises ConfigError or UserError when they do not fit.
     """
+    from sao.agents.families import FAMILIES, choose
+    from sao.agents.layout import LayoutRenderer
+    from sao.agents.template import TemplateRenderer
+
     if reasoning not in ("keep", "template"):
         raise ConfigError(f"model.reasoning={reasoning!r}: use keep or template")
-    if name == "chatml":
-        from sao.agents.chatml import ChatML
-
-        if reasoning != "keep":
-            raise ConfigError("model.reasoning=template does nothing with model.renderer=chatml, which never strips reasoning: use keep")
-        return ChatML(tokenizer, extra_stop_ids)
+    if name not in RENDERERS:
+        near = get_close_matches(name, RENDERERS, n=1)
+        raise ConfigError(f"model.renderer={name!r} is not a renderer: use {' or '.join(near or RENDERERS)}")
+    name, why = choose(tokenizer) if name == "auto" else (name, "")
+    renderer: Renderer
     if name == "template":
-        from sao.agents.template import TemplateRenderer
-
-        return TemplateRenderer(tokenizer, reasoning, extra_stop_ids)
-    near = get_close_matches(name, RENDERERS, n=1)
-    raise ConfigError(f"model.renderer={name!r} is not a renderer: use {' or '.join(near or RENDERERS)}")
+        renderer = TemplateRenderer(tokenizer, reasoning, thinking, extra_stop_ids)
+    else:
+        renderer = LayoutRenderer(FAMILIES[name](thinking), tokenizer, reasoning, extra_stop_ids)
+    renderer.why = why
+    return renderer
 
 
 def generation_stop_ids(model_dir: str) -> tuple[int, ...]:

@@ -16,16 +16,24 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from sao.agents.encoding import Piece, TextEncoder
+from sao.agents.encoding import Own, Piece, Scaffold, TextEncoder
 from sao.agents.renderer import Fork, Tools
-from sao.agents.tool_calls import call_pieces, parse_items, tool_tags, turn_items
+from sao.agents.tool_calls import (
+    CLOSE_TAG,
+    OPEN_TAG,
+    THINK,
+    THINK_END,
+    after_reasoning,
+    parse_items,
+    structured_calls,
+    tagged_calls,
+    turn_items,
+)
 from sao.environment import Action, Message
-from sao.errors import UserError
+from sao.errors import ConfigError, UserError
 
 _SLOT = re.compile(r"SLOTq(\d+)z")
 _TURN = "SLOTq0z"
-_THINK = "<think>"
-_THINK_END = "</think>"
 _DUMMY: tuple[Message, ...] = ({"role": "user", "content": "u"}, {"role": "assistant", "content": _TURN})
 
 
@@ -59,16 +67,17 @@ class TemplateRenderer:
     may hold tool and reasoning tags as ids; all other text has control ids banned.
     """
 
-    def __init__(self, tokenizer: Any, reasoning: str = "keep", extra_stop_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, reasoning: str = "keep", thinking: bool = True, extra_stop_ids: Sequence[int] = ()) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(
                 "model.renderer=template needs a chat template, and the tokenizer in model.path has none: add one, or use model.renderer=chatml"
             )
+        self.name, self.why = "template", ""
         self.tokenizer = tokenizer
-        self.encoder = TextEncoder(tokenizer)
+        self.encoder = TextEncoder(tokenizer, tags=(OPEN_TAG, CLOSE_TAG, THINK, THINK_END))
         self.reasoning = reasoning
-        self.tags = tool_tags(self.encoder)
-        self._own = self.tags | {tag: self.encoder.control[tag] for tag in (_THINK, _THINK_END) if tag in self.encoder.control}
+        self._tags = (OPEN_TAG, CLOSE_TAG, THINK_END) if THINK_END in self.encoder.own else (OPEN_TAG, CLOSE_TAG)
+        self._options = {} if thinking else {"enable_thinking": False}
         spelled = sorted(self.encoder.control, key=len, reverse=True)
         self._control = re.compile(f"({'|'.join(map(re.escape, spelled))})")
         eos = getattr(tokenizer, "eos_token_id", None)
@@ -76,6 +85,8 @@ class TemplateRenderer:
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*closing, *([] if eos is None else [int(eos)]), *extra_stop_ids]))
         if not self.stop_ids:
             raise UserError("the chat template in model.path closes a turn with no control token and the tokenizer has no eos: set eos_token")
+        if not thinking and self._render(_DUMMY, None) == self._render(_DUMMY, None, enable_thinking=True):
+            raise ConfigError("model.thinking=false does nothing with the chat template in model.path, which has no such switch: use true")
 
     def open(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Ids of the whole conversation, ending with the generation prompt."""
@@ -104,9 +115,17 @@ class TemplateRenderer:
             pieces = _after_close(pieces, self.stop_ids)
         return self.encoder.compose(pieces)
 
+    def generation(self) -> list[int]:
+        """Ids of the generation prompt: what the template writes more when it is asked for one."""
+        without, prompted = self._render(_DUMMY[:1], None, generation=False), self._render(_DUMMY[:1], None)
+        if not prompted.startswith(without):
+            raise UserError("the chat template in model.path changes the messages before its generation prompt: use another template")
+        return self.encoder.compose([Scaffold(prompted[len(without) :])])
+
     def parse(self, turn_ids: Sequence[int], tools: Tools) -> Action:
         """Text and typed tool calls of a sampled turn."""
-        return parse_items(turn_items(self.encoder, self.tags, self._body(turn_ids)), tools)
+        items = turn_items(self.encoder, self._tags, self._body(turn_ids))
+        return after_reasoning(items, lambda said: parse_items(said, tools))
 
     def text(self, turn_ids: Sequence[int]) -> str:
         """Exact text of a sampled turn without its stop id."""
@@ -114,12 +133,13 @@ class TemplateRenderer:
 
     def encode_turn(self, message: Message) -> list[int]:
         """An assistant message as the policy would sample it, closed by the template's own token."""
-        pieces = [*self.encoder.split(message.get("content") or "", self.tags), *call_pieces(message, self.tags)]
-        return [*self.encoder.compose(pieces), self.stop_ids[0]]
+        text = str(message.get("content") or "")
+        return [*self.encoder.compose([Own(text), *tagged_calls(structured_calls(message), bool(text))]), self.stop_ids[0]]
 
     def count_markers(self, messages: Sequence[Message]) -> int:
         """Control tokens spelled in the messages' text."""
-        return sum(self.encoder.count_markers(str(message.get("content") or "")) for message in messages)
+        texts = ((message["role"], str(message.get("content") or "")) for message in messages)
+        return sum(self.encoder.count_markers(Own(text) if role == "assistant" else text) for role, text in texts)
 
     def _body(self, turn_ids: Sequence[int]) -> list[int]:
         ids = [int(token) for token in turn_ids]
@@ -136,11 +156,11 @@ class TemplateRenderer:
         assistant = message["role"] == "assistant"
         text = message.get("content") or ""
         slotted = self._shield({key: value for key, value in message.items() if key != "content"}, slots)
-        if assistant and _THINK_END in text:
-            thought, _, answer = text.rpartition(_THINK_END)
-            before, tag, inside = thought.partition(_THINK) if _THINK in thought else ("", "", thought)
+        if assistant and THINK_END in text:
+            thought, _, answer = text.rpartition(THINK_END)
+            before, tag, inside = thought.partition(THINK) if THINK in thought else ("", "", thought)
             thought = slots.put(before, own=True, droppable=True) + tag + slots.put(inside, own=True, droppable=True)
-            content = thought + _THINK_END + slots.put(answer, own=True)
+            content = thought + THINK_END + slots.put(answer, own=True)
         else:
             content = slots.put(text, own=assistant)
         return {**slotted, "content": content}
@@ -156,9 +176,10 @@ class TemplateRenderer:
             return [self._shield(item, slots) for item in value]
         return value
 
-    def _render(self, messages: Sequence[Message], tools: Any, generation: bool = True) -> str:
+    def _render(self, messages: Sequence[Message], tools: Any, generation: bool = True, **options: bool) -> str:
+        settings = {"tokenize": False, "add_generation_prompt": generation, **self._options, **options}
         try:
-            return str(self.tokenizer.apply_chat_template(list(messages), tools=tools or None, tokenize=False, add_generation_prompt=generation))
+            return str(self.tokenizer.apply_chat_template(list(messages), tools=tools or None, **settings))
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as problem:
             roles = ", ".join(str(message["role"]) for message in messages)
             mend = "use model.renderer=chatml or another template"
@@ -170,11 +191,11 @@ class TemplateRenderer:
         pieces: list[Piece] = []
         for index, part in enumerate(_SLOT.split(rendered)):
             if index % 2 == 0:
-                pieces += self.encoder.split(part, self.encoder.control)
+                pieces += self.encoder.resolve(Scaffold(part))
                 continue
             number = int(part)
             seen.append(number)
-            pieces += self.encoder.split(slots.texts[number], self._own if number in slots.own else {})
+            pieces.append(Own(slots.texts[number]) if number in slots.own else slots.texts[number])
         required = set(range(1, len(slots.texts))) - slots.droppable
         counted = [number for number in seen if number in required | slots.own]
         if len(counted) != len(set(counted)) or not required <= set(counted):

@@ -39,8 +39,8 @@ class EpisodeWorker:
         self.record = record
         self.environments = {env.name: (load_environment(env.target), environment_args(env, config.reward)) for env in env_configs}
         tokenizer = load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
-        stops = generation_stop_ids(model_path)
-        self.renderer = load_renderer(config.model.renderer, tokenizer, reasoning=config.model.reasoning, extra_stop_ids=stops)
+        model, stops = config.model, generation_stop_ids(model_path)
+        self.renderer = load_renderer(model.renderer, tokenizer, reasoning=model.reasoning, thinking=model.thinking, extra_stop_ids=stops)
         self.pool = EnginePool(engines, wait_s=config.engine.start_timeout_s)
         rollout = config.rollout
         self.limits = Limits(

@@ -212,4 +212,5 @@ def check_tokenizer(config: Config, path: str) -> Renderer:
     from sao.agents.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
-    return load_renderer(config.model.renderer, tokenizer, reasoning=config.model.reasoning, extra_stop_ids=generation_stop_ids(path))
+    model, stops = config.model, generation_stop_ids(path)
+    return load_renderer(model.renderer, tokenizer, reasoning=model.reasoning, thinking=model.thinking, extra_stop_ids=stops)

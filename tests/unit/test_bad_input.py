@@ -85,8 +85,13 @@ def train(*overrides: str, verb: tuple[str, ...] = ("train",)) -> int:
 def test_the_good_case_passes_and_starts_nothing(project, capsys):
     assert train() == 0
     out = capsys.readouterr().out
-    assert "nothing was started" in out and "engine-0" in out and "8 tasks" in out
+    assert "nothing was started" in out and "engine-0" in out and "8 tasks" in out and "renderer   chatml\n" in out
     assert not (project / "runs").exists()
+
+
+def test_what_auto_chose_is_said(project, capsys):
+    assert train("model.renderer=auto") == 0
+    assert "renderer   chatml (model.renderer=auto: the tokenizer has <|im_start|>, <|im_end|>)\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -109,6 +114,9 @@ def test_the_good_case_passes_and_starts_nothing(project, capsys):
         ("env.target=no.such:Thing", "env.target"),
         ("model.renderer=nope", "nope"),
         ("model.renderer=template", "template"),
+        ("model.renderer=glm45", "model.renderer=glm45 needs [gMASK]"),
+        ("model.thinking=false", "model.thinking=false does nothing with model.renderer=chatml"),
+        ("model.reasoning=template", "model.reasoning=template does nothing with model.renderer=chatml"),
         ("eval.at_end=true", "held-out"),
         ("launcher.num_cpus=-1", "launcher.num_cpus"),
         ("learner.device=cuda", "no GPU"),

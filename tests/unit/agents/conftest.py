@@ -20,7 +20,7 @@ def tags(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def any_chatml(tags: str) -> Renderer:
     """ChatML over each way a vocabulary can hold the tool tags."""
-    return load_renderer("chatml", make_tokenizer(tags))
+    return _with_ends(load_renderer("chatml", make_tokenizer(tags)))
 
 
 @pytest.fixture(scope="session")
@@ -30,4 +30,10 @@ def tokenizer():  # type: ignore[no-untyped-def]
 
 @pytest.fixture(scope="session")
 def chatml(tokenizer) -> Renderer:  # type: ignore[no-untyped-def]
-    return load_renderer("chatml", tokenizer)
+    return _with_ends(load_renderer("chatml", tokenizer))
+
+
+def _with_ends(renderer):  # type: ignore[no-untyped-def]
+    """The ids that tests of ChatML name most."""
+    renderer.start, renderer.end = (renderer.encoder.control[token] for token in ("<|im_start|>", "<|im_end|>"))
+    return renderer

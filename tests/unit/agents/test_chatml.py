@@ -7,13 +7,12 @@ from agents_kit import CALCULATOR, CHATML_TEMPLATE, make_tokenizer, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sao.agents.chatml import ChatML
 from sao.agents.renderer import Fork, demonstration_tokens, generation_stop_ids, load_renderer
 from sao.agents.tool_calls import format_call
 from sao.errors import ConfigError, UserError
 
 TOKENIZER = make_tokenizer()
-CHAT = ChatML(TOKENIZER)
+CHAT = load_renderer("chatml", TOKENIZER)
 
 texts = st.one_of(st.sampled_from(["", "hello", "12 + 345", "ﬁn 日本語 🎉", "a\n\nb  c "]), st.text(max_size=30)).filter(
     lambda text: CHAT.encoder.count_markers(text) == 0
@@ -98,7 +97,7 @@ def test_structured_and_written_calls_are_the_same_tokens(any_chatml) -> None:
 
 def test_tags_spelled_beside_tag_ids_are_no_call() -> None:
     """Calls are found on ids: where the tags are tokens, the same characters in other tokens are text."""
-    spelled = [*CHAT.encoder.encode(format_call("calculator", {"a": 1, "b": 2})), CHAT.end]
+    spelled = [*CHAT.encoder.encode(format_call("calculator", {"a": 1, "b": 2})), CHAT.stop_ids[0]]
     action = CHAT.parse(spelled, [CALCULATOR])
     assert not action.tool_calls and not action.parse_errors and action.text.startswith("<tool_call>{")
     alone = CHAT.parse(CHAT.encoder.encode("<tool_call>"), [CALCULATOR])
@@ -123,9 +122,9 @@ def test_several_ids_end_a_turn(tokenizer, tmp_path) -> None:
     extra = generation_stop_ids(str(tmp_path))
     assert extra == (0, 2) and generation_stop_ids(str(tmp_path / "none")) == ()
     renderer = load_renderer("chatml", tokenizer, extra_stop_ids=extra)
-    assert renderer.stop_ids == (renderer.end, 0)
+    assert renderer.stop_ids == (renderer.encoder.control["<|im_end|>"], 0)
     assert renderer.text([9, 0]) == renderer.text([9])
-    assert renderer.delta([9, 0], []) == renderer.delta([9, renderer.end], [])
+    assert renderer.delta([9, 0], []) == renderer.delta([9, renderer.encoder.control["<|im_end|>"]], [])
     assert not isinstance(renderer.delta([9], []), Fork)
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(UserError, match="generation_config"):

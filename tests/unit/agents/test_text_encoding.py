@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sao.agents.chatml import ChatML
 from sao.agents.encoding import TextEncoder
+from sao.agents.renderer import load_renderer
 from sao.errors import UserError
 
 ADDED = TextEncoder(make_tokenizer("added"), ("<|im_start|>", "<|im_end|>"))
@@ -93,6 +93,6 @@ def test_word_boundary_marks_fall_where_a_whole_rendering_puts_them(scheme: str)
     trainer = trainers.BpeTrainer(special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False)
     backend.train_from_iterator(["user hello there assistant\n"] * 4, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
-    chat = ChatML(tokenizer)
+    chat = load_renderer("chatml", tokenizer)
     rendered = "<|im_start|>user\nhello there<|im_end|>\n<|im_start|>assistant\n"
     assert chat.open([{"role": "user", "content": "hello there"}], []) == tokenizer.encode(rendered, add_special_tokens=False)
