@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from sao.agents.limits import Limits
 from sao.agents.renderer import generation_stop_ids, load_renderer
 from sao.agents.tokenizer import load_tokenizer
-from sao.agents.turns import Limits, run_episode
+from sao.agents.turns import run_episode
 from sao.config import Config, EnvConfig
 from sao.environment import Environment
 from sao.errors import EnvironmentFailure, SystemFailure, UserError
@@ -42,15 +43,7 @@ class EpisodeWorker:
         stops = generation_stop_ids(model_path)
         self.renderer = load_renderer(config.model.renderer, tokenizer, reasoning=config.model.reasoning, extra_stop_ids=stops)
         self.pool = EnginePool(engines, wait_s=config.engine.start_timeout_s)
-        rollout = config.rollout
-        self.limits = Limits(
-            max_turns=rollout.max_turns,
-            max_turn_tokens=rollout.max_turn_tokens,
-            max_tokens=rollout.max_tokens,
-            max_model_len=config.engine.max_model_len or rollout.max_tokens,
-            time_limit_s=rollout.time_limit_s,
-            observation_limit=rollout.observation_limit,
-        )
+        self.limits = Limits.of(config)
 
     async def run(self, request: EpisodeRequest) -> tuple[Finished[None] | EpisodeFailure, Trajectory | None]:
         """Never raises for a failed episode; an exception from here is a bug of ours. The trajectory of a failed one goes as far as it had got."""
