@@ -24,7 +24,7 @@ class Turn:
     """One turn while it runs. said, answer: indices of its message and of what the environment answered, among the episode's messages."""
 
     ids: list[int] = field(default_factory=list)
-    at: int = 0  # position of its last token in its segment
+    at: tuple[int, int] = (0, 0)  # segment, and position of its last token in it
     said: int = 0
     answer: list[int] = field(default_factory=list)
     reward: float = 0.0
@@ -60,13 +60,13 @@ class Sampler:
         Raises OutOfTime and EngineFailure; what was sampled by then is in the log and in the turn.
         """
         self.turns += 1
-        turn.at = log.position[1]
+        turn.at = log.position
         empty = 0
         while len(turn.ids) < budget:
             remaining = budget - len(turn.ids)
             generation = await self._ask(turn, log, remaining)
             turn.ids += [int(token) for token in generation.token_ids]
-            turn.at = log.position[1]
+            turn.at = log.position
             if turn.ids and turn.ids[-1] in self.sampling.stop:
                 return False
             if generation.finish == "time":

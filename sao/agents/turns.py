@@ -318,7 +318,8 @@ class _Episode:
         rewards = [turn.reward for turn in self.turns]
         reward, turn_rewards = sum(rewards), None
         if finish.kind != "failed" and len(segments) == 1 and segments[0].action_tokens and any(rewards[:-1]):
-            turn_rewards = place_turn_rewards(segments[0], [(turn.at, turn.reward) for turn in self.turns])
+            last = len(segments[0]) - 1  # of the only segment in which anything was sampled; later ones are left out
+            turn_rewards = place_turn_rewards(segments[0], [(turn.at[1] if turn.at[0] == 0 else last, turn.reward) for turn in self.turns])
             reward = float(turn_rewards.sum())
         info: dict[str, Any] = {
             "messages": [{"role": message["role"], "content": message["content"]} for message in self.talk.messages],
