@@ -33,9 +33,9 @@ class EpisodeWorker:
         env_configs: Sequence[EnvConfig],
         model_path: str,
         engines: Sequence[EngineHandle],
-        record: Callable[[str], None] = lambda name: None,
+        record: Callable[..., None] = lambda name, method="": None,
     ) -> None:
-        """record: hears which episode's code runs (`sao.rollout.last_words`)."""
+        """record: hears which episode's code runs, and which method of its environment (`sao.rollout.last_words`)."""
         self.config = config
         self.record = record
         self.environments = {env.name: (load_environment(env.target), environment_args(env, config.reward)) for env in env_configs}
@@ -65,6 +65,7 @@ class EpisodeWorker:
 
     async def _episode(self, request: EpisodeRequest) -> Trajectory:
         environment_class, args = self.environments[request.task.environment]
+        self.record(request.name, f"{environment_class.__name__}.__init__")
         try:
             environment: Environment = environment_class(request.task, **args)
         except Exception as error:
@@ -83,6 +84,7 @@ class EpisodeWorker:
             purpose=request.purpose,
             pinned_version=request.version if request.pinned else None,
             outage_s=partial(self.pool.outage_s, request.purpose),
+            record=partial(self.record, request.name),
         )
 
     def _sampling(self, request: EpisodeRequest) -> SamplingSpec:
