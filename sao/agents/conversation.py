@@ -7,11 +7,11 @@ compaction     opening, a summary of the policy's, and the last turns: as they w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sao.agents.observations import json_length
 from sao.agents.renderer import Fork, Renderer
 from sao.agents.sampling import Turn
 from sao.environment import Message
@@ -102,5 +102,4 @@ def summary_message(text: str) -> Message:
 def characters(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> int:
     """Length of what a template may write of them, about: cheap, where encoding may not be."""
     fields = (value for message in messages for value in message.values())
-    lengths = (len(value) if isinstance(value, str) else len(json.dumps(value, default=str)) for value in fields)
-    return sum(lengths) + (len(json.dumps(list(tools))) if tools else 0)
+    return sum(len(value) if isinstance(value, str) else json_length(value) for value in fields) + (json_length(list(tools)) if tools else 0)

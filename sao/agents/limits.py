@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from sao.config import SUMMARY_PROMPT, Config
 from sao.errors import ConfigError
 
+LEAST_TOKENS = 48  # of a cut observation: room for the marker in a vocabulary of bytes
+
 
 @dataclass(frozen=True)
 class Compaction:
@@ -80,6 +82,10 @@ def check_long_episodes(config: Config) -> None:
     if 0 < longest < rollout.context_tokens:
         raise ConfigError(
             f"rollout.context_tokens={rollout.context_tokens} exceeds engine.max_model_len={longest}; lower the first or raise the second"
+        )
+    if 0 < rollout.observation_tokens < LEAST_TOKENS:
+        raise ConfigError(
+            f"rollout.observation_tokens={rollout.observation_tokens} is less than a marker needs; give {LEAST_TOKENS} or more, or 0 for none"
         )
     if rollout.compaction == "off":
         return

@@ -84,10 +84,10 @@ class Cut:
     def shortened(self, message: Message) -> Message:
         """The message with its text cut; the same object where nothing was. Raises EnvironmentFailure where what it holds beside its text is too long."""
         text = message["content"]
-        beside = {key: value for key, value in message.items() if key not in ("role", "content")}
-        if beside and 0 < self.characters < (length := len(json.dumps(beside, default=str))):
+        rest = beside(message)
+        if rest and 0 < self.characters < (length := json_length(rest)):
             raise EnvironmentFailure(
-                f"a {message['role']} message of the environment has {length} characters in {', '.join(beside)}, more than rollout.observation_limit={self.characters}"
+                f"a {message['role']} message of the environment has {length} characters in {', '.join(rest)}, more than rollout.observation_limit={self.characters}"
             )
         kept = len(text) if self.characters <= 0 else self.characters
         short = text if len(text) <= kept else self._within(text, kept)
@@ -104,15 +104,18 @@ class Cut:
         """`short`, or less of `text` where it has more than `tokens` of them. Found by the density of tokens in what was tried before."""
         if len(short) <= self.tokens // MOST_TOKENS_PER_CHARACTER or (count := self._count(short)) <= self.tokens:
             return short
-        marker = self._count(_marker(len(text), len(text)))
-        room, kept = max(self.tokens - marker, 0), len(short)
+        marker = _marker(len(text), len(text))
+        cost, kept = self._count(marker), len(short)
+        room = max(self.tokens - cost, 0)
+        if self.characters > 0:
+            kept = min(kept, max(self.characters - len(marker) - 1, 1))
         while kept > 0:
             kept = min(kept - 1, int(kept * room / max(count, 1)))
             short = self._assembled(text, kept)
-            count = self._count(short) - marker
+            count = self._count(short) - cost
             if count <= room:
                 return short
-        return self._assembled(text, 0)
+        return self._assembled(text, 0)[: self.characters or None]
 
     def _count(self, text: str) -> int:
         """Tokens the text costs in a message."""
@@ -128,6 +131,16 @@ class Cut:
         marker = _marker(end - begin, len(text))
         before, after = text[:begin], text[end:]
         return f"{before}{NEWLINE if self.keep != 'tail' else ''}{marker}{NEWLINE if self.keep != 'head' else ''}{after}"
+
+
+def beside(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What a message holds beside its role and its text."""
+    return {str(key): value for key, value in message.items() if key not in ("role", "content")}
+
+
+def json_length(value: Any) -> int:
+    """Length of a value written as JSON, about: what has no form there counts as its text."""
+    return len(json.dumps(value, default=str, skipkeys=True))
 
 
 def _marker(missing: int, whole: int) -> str:
@@ -171,7 +184,8 @@ def _check_message(message: Any, who: str) -> Message:
     if not isinstance(content, str):
         raise EnvironmentFailure(f"{who} has content of type {type(content).__name__}, not text")
     try:
+        json_length(beside(message))
         call_pieces({**message, "content": content}, {})
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as problem:
-        raise EnvironmentFailure(f"{who} has malformed tool_calls ({type(problem).__name__}: {problem})") from None
+        raise EnvironmentFailure(f"{who} has malformed tool_calls or fields ({type(problem).__name__}: {problem})") from None
     return {**message, "content": content}

@@ -123,7 +123,9 @@ class _Episode:
         tools = self.environment.tools()
         long = characters(messages, tools)
         if long > CHARACTERS_PER_TOKEN * self._context():
-            self.talk = Conversation(self.renderer, [self.cut.shortened(message) for message in messages], [])
+            self.talk = Conversation(
+                self.renderer, [self.cut.shortened({key: message[key] for key in ("role", "content")}) for message in messages], []
+            )
             self.log = TokenLog(self.renderer.open([{"role": "user", "content": ""}], ()))
             return self._prompt_too_long(f"{long} characters")
         self.talk = Conversation(self.renderer, messages, tools)
