@@ -213,6 +213,7 @@ def test_a_prefix_break_forks_and_loses_no_token(chatml) -> None:
     assert len(got.segments) == 2 and sampled(got) == replies
     assert got.action_tokens == sum(map(len, replies)) == got.sampled_tokens
     assert got.metrics["segments/forked"] == 1 and got.metrics["segments/forked/prefix_changed"] == 1
+    assert [part.get("because") for part in got.info["segments"]] == [None, "prefix_changed"]
     assert got.turn_rewards is None and got.reward == 1.5
     index, position = got.segments[1].parent or (-1, -1)
     assert index == 0
