@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sao.config import SUMMARY_PROMPT, Config
+from sao.config import SUMMARY_PROMPT, Config, RolloutConfig
 from sao.errors import ConfigError
 
 LEAST_TOKENS = 48  # of a cut observation: room for the marker in a vocabulary of bytes
@@ -88,6 +88,9 @@ def check_long_episodes(config: Config) -> None:
             f"rollout.observation_tokens={rollout.observation_tokens} is less than a marker needs; give {LEAST_TOKENS} or more, or 0 for none"
         )
     if rollout.compaction == "off":
+        for key in ("compact_at", "compact_keep", "summary_tokens", "summary_prompt", "max_compactions"):
+            if getattr(rollout, key) != getattr(RolloutConfig, key):
+                raise ConfigError(f"rollout.{key} does nothing with rollout.compaction=off; set rollout.compaction=summary")
         return
     context = rollout.context_tokens or longest
     if not context:

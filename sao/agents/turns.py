@@ -131,7 +131,7 @@ class _Episode:
         self.talk = Conversation(self.renderer, messages, tools)
         self._count_markers(messages)
         self.log = TokenLog(self.talk.prompt())
-        if self._room(spare=self._reserve()) <= 0:
+        if self._room() <= 0:
             return self._prompt_too_long(f"{len(self.log)} tokens")
         try:
             return await self._play_turns()
@@ -148,16 +148,14 @@ class _Episode:
             "rollout.context_tokens": self.limits.context_tokens,
         }
         where = " and ".join(f"{key}={value}" for key, value in limits.items() if value > 0)
-        spare = f", of which a summary needs {reserve}" if (reserve := self._reserve()) else ""
-        self.failure = f"the prompt of task {self.task.task_id} has {length} and leaves no room in {where}{spare}"
+        self.failure = f"the prompt of task {self.task.task_id} has {length} and leaves no room in {where}"
         return FinishReason.failed("prompt_too_long")
 
     async def _play_turns(self) -> FinishReason:
         for index in range(self.limits.max_turns):
             turn = Turn()
             self.talk.window.append(turn)
-            room = self._room(spare=self._reserve())
-            cut = await self._sample(turn, min(self.limits.max_turn_tokens, room if room > 0 else self._room()))
+            cut = await self._sample(turn, min(self.limits.max_turn_tokens, self._room()))
             if cut and self._room() <= 0:
                 return FinishReason.truncated("tokens")
             action = self.renderer.parse(turn.ids, self.talk.tools) if self.talk.tools else Action(text=self.renderer.text(turn.ids))
@@ -234,7 +232,7 @@ class _Episode:
         return len(self.renderer.open([self.request], ()) if isinstance(request, Fork) else request)
 
     def _reserve(self) -> int:
-        """Tokens of the context that turns leave for a summary and the request for it."""
+        """Tokens of the context to be kept for a summary and the request for it, beside those of a whole turn."""
         compaction = self.limits.compaction
         if compaction is None or self.counts["compactions"] >= compaction.most:
             return 0
@@ -283,8 +281,8 @@ class _Episode:
         for keep in range(min(compaction.keep, len(self.talk.window) - 1), 0, -1):
             prompt = self.talk.compacted(keep, summary)
             more = len(prompt) - self.log.shared(prompt)
-            room = self._room(more, len(prompt), spare=self._reserve())
-            if room >= self.limits.max_turn_tokens or (keep == 1 and self._room(more, len(prompt)) > 0):
+            room = self._room(more, len(prompt))
+            if room >= self.limits.max_turn_tokens + self._reserve() or (keep == 1 and room > 0):
                 self._count_markers([summary])
                 self.log.fork(prompt)
                 self.talk.compact(keep, summary)
@@ -298,13 +296,13 @@ class _Episode:
         """Most tokens of one segment."""
         return min(self.limits.max_tokens, self.limits.context or self.limits.max_tokens)
 
-    def _room(self, more: int = 0, length: int | None = None, *, spare: int = 0) -> int:
-        """Tokens that may still be added, after `more` new ones, in a segment of `length` (default: the one being written) that keeps `spare` free."""
+    def _room(self, more: int = 0, length: int | None = None) -> int:
+        """Tokens that may still be added, after `more` new ones, in a segment of `length` (default: the one being written)."""
         if self.sampler.exhausted:
             return 0
         room = self.limits.max_tokens - self.log.total - more
         if self.limits.context > 0:
-            room = min(room, self.limits.context - spare - (len(self.log) if length is None else length))
+            room = min(room, self.limits.context - (len(self.log) if length is None else length))
         return room
 
     def _count_markers(self, messages: Sequence[Message]) -> None:

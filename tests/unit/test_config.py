@@ -59,6 +59,7 @@ SOURCE = Path(sao.__file__).parent
         (["rollout.observation_tokens=20"], "less than a marker needs"),
         (["rollout.observation_keep=middle"], "rollout.observation_keep"),
         (["rollout.compaction=sumary"], "summary"),
+        (["rollout.compact_keep=3"], "rollout.compact_keep does nothing with rollout.compaction=off"),
         (["rollout.compaction=summary"], "rollout.context_tokens or engine.max_model_len"),
         (["rollout.compaction=summary", "rollout.context_tokens=512"], "fill the context of 512"),
         (["rollout.compaction=summary", "rollout.context_tokens=2048", "rollout.summary_prompt=''"], "rollout.summary_prompt is empty"),
