@@ -93,12 +93,13 @@ class Cut:
         short = text if len(text) <= kept else self._within(text, kept)
         if self.tokens > 0 and len(short) > 0:
             short = self._within_tokens(text, short)
+        short = short[:kept]  # a limit may be shorter than the marker
         return message if short is text else {**message, "content": short}
 
     def _within(self, text: str, length: int) -> str:
         """At most `length` characters of the text and its marker."""
         marker = len(_marker(len(text), len(text))) + (2 if self.keep == "both" else 1)
-        return self._assembled(text, max(length - marker, 0))[:length]
+        return self._assembled(text, max(length - marker, 0))
 
     def _within_tokens(self, text: str, short: str) -> str:
         """`short`, or less of `text` where it has more than `tokens` of them. Found by the density of tokens in what was tried before."""
@@ -115,7 +116,7 @@ class Cut:
             count = self._count(short) - cost
             if count <= room:
                 return short
-        return self._assembled(text, 0)[: self.characters or None]
+        return self._assembled(text, 0)
 
     def _count(self, text: str) -> int:
         """Tokens the text costs in a message."""

@@ -72,11 +72,12 @@ def raising(*args: Any) -> Any:
 )
 def test_a_method_that_is_not_what_it_should_be(chatml, method: str, fault: Any, match: str) -> None:
     environment = Faulty(method, fault)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         with pytest.raises(EnvironmentFailure, match=rf"Faulty\.{method}.*{match}") as caught:
             episode(chatml, environment, time_limit_s=0.2, answer_grace_s=0.05)
     assert environment.closed == 1 and caught.value.sampled_tokens == (2 if method == "step" else 0)
+    assert not [str(warning.message) for warning in said if "never awaited" in str(warning.message)]
 
 
 @pytest.mark.parametrize(
