@@ -9,6 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+SUMMARY_PROMPT = (
+    "Your context is nearly full. Write a summary for yourself: the task, what you did and found out, and what is left to do. "
+    "Only the task, your summary and the last turns will remain. Call no tools."
+)
+
 
 @dataclass
 class RunConfig:
@@ -142,8 +147,19 @@ class RolloutConfig:
     time_limit_s: float = 60.0  # of one episode
     max_turns: int = 8
     max_turn_tokens: int = 256
-    max_tokens: int = 2048  # of a whole episode, prompt included
+    max_tokens: int = 2048  # of a whole episode, prompt included; over segments, what a new one has in common with the last one's start counts once
+    context_tokens: int = 0  # of one turn's prompt and answer together; 0: engine.max_model_len alone
     observation_limit: int = 4096  # characters of one environment message; longer is cut with a marker
+    observation_tokens: int = 0  # tokens of one environment message, beside observation_limit; 0: as many as that leaves
+    observation_keep: str = "head"  # head | tail | both: which end of a cut message stays
+    compaction: str = "off"  # off | summary: the policy sums up a context that runs full and goes on from that in a new segment
+    compact_at: float = (
+        1.0  # length of the next prompt that asks for it: a share of the context, or tokens when above 1. One without room for a turn always does
+    )
+    compact_keep: int = 2  # last turns that stay word for word
+    summary_tokens: int = 256  # sampled for one summary; kept free in the context
+    summary_prompt: str = SUMMARY_PROMPT  # what asks for it
+    max_compactions: int = 8  # of one episode
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
 

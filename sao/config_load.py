@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from sao.agents.limits import check_long_episodes
 from sao.config import Config, EnvConfig, OptimizerConfig
 from sao.config_algo import check_algorithm
 from sao.config_messages import explain
@@ -35,6 +36,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.dtype": ("float32", "bfloat16"),
     "weights.kv_on_publish": ("keep", "recompute"),
     "rollout.overdue": ("wait", "drop"),
+    "rollout.observation_keep": ("head", "tail", "both"),
+    "rollout.compaction": ("off", "summary"),
     "learner.device": ("auto", "cpu", "cuda"),
     "learner.sharing": ("off", "packed"),
     "reward.mode": ("auto", "async", "process"),
@@ -328,15 +331,16 @@ def _check_ranges(config: Config) -> None:
     positive = (
         "train.steps", "train.batch_size", "engine.replicas", "engine.max_num_seqs", "engine.threads", "engine.tensor_parallel_size", "engine.kv_cache_mb",
         "engine.start_timeout_s", "engine.request_timeout_s", "engine.stall_s", "engine.canary_tolerance", "weights.publish_every", "rollout.workers", "rollout.time_limit_s",
-        "rollout.max_turns", "rollout.max_turn_tokens", "rollout.max_tokens", "rollout.observation_limit", "data.max_prompt_chars", "learner.tokens_per_micro_batch",
+        "rollout.max_turns", "rollout.max_turn_tokens", "rollout.max_tokens", "rollout.observation_limit", "rollout.compact_at", "rollout.compact_keep",
+        "rollout.summary_tokens", "rollout.max_compactions", "data.max_prompt_chars", "learner.tokens_per_micro_batch",
         "learner.threads", "learner.timeout_s", "reward.timeout_s", "reward.processes", "eval.tasks", "eval.samples", "algo.alpha",
         "warmstart.steps", "warmstart.batch_size", "launcher.silence_s", "checkpoint.keep",
     )  # fmt: skip
     for key in positive:
         _refuse(value_of(config, key) <= 0, f"{key}={value_of(config, key)} must be above 0")
     not_negative = (
-        "rollout.staleness", "rollout.retries", "rollout.max_running", "engine.step_interval_ms", "engine.block_size", "eval.every", "critic.critic_only_steps",
-        "critic.updates",
+        "rollout.staleness", "rollout.retries", "rollout.max_running", "rollout.context_tokens", "rollout.observation_tokens",
+        "engine.step_interval_ms", "engine.block_size", "eval.every", "critic.critic_only_steps", "critic.updates",
         "algo.kl_coef", "algo.entropy_coef", "algo.whiten_patience", "data.pool", "launcher.num_cpus", "launcher.restarts",
         "checkpoint.every",
         "launcher.object_store_mb",
@@ -424,9 +428,10 @@ def _check_combinations(config: Config, training: bool) -> None:
             raise ConfigError(f"critic.freeze has {pattern!r}, which is not a regular expression: {error}") from None
     limit = config.engine.max_model_len
     _refuse(
-        0 < limit < rollout.max_tokens,
+        0 < limit < rollout.max_tokens and rollout.compaction == "off",
         f"rollout.max_tokens={rollout.max_tokens} exceeds engine.max_model_len={limit}; lower the first or raise the second",
     )
+    check_long_episodes(config)
     _refuse(
         config.run.phase == "critic" and config.critic.path != "", "critic.path is set with run.phase=critic, which starts a fresh critic; empty it"
     )

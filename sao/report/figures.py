@@ -20,10 +20,10 @@ COLORS = ("c1", "c2", "c3", "c4", "c7", "c5", "c6")
 
 
 def learning(run: RunData) -> str:
-    lines = partial(_lines, run)
+    lines = partial(metric_lines, run)
     truncated = run.series("rollout/truncated_frac")[1]
     cut = f"; {sum(truncated) / len(truncated):.1%} of the trajectories were truncated" if truncated else ""
-    return _critic_warning(run) + _grid(
+    return _critic_warning(run) + grid(
         _reward(run),
         lines("Response length", [("response_length/mean", "mean"), ("response_length/max", "longest")], note="sampled tokens of a trajectory"),
         lines("Turns", [("rollout/turns_mean", "turns, mean")], note=f"per trajectory{cut}", y_range=(0, None)),
@@ -37,11 +37,11 @@ def learning(run: RunData) -> str:
 
 
 def asynchrony(run: RunData) -> str:
-    timed = partial(_lines, run, by_time=True)
+    timed = partial(metric_lines, run, by_time=True)
     idle = [("perf/learner_idle_share", "learner", "train"), ("engine/idle_share", "engines", "engine")]
     rates = [("engine/tokens_per_s", "generated", "engine"), ("perf/trained_tokens_per_s", "trained", "train")]
     requests = [("engine/running", "running", "engine"), ("engine/waiting", "waiting", "engine")]
-    return _grid(
+    return grid(
         _staleness_histogram(run),
         _staleness(run),
         _step_time(run),
@@ -53,11 +53,11 @@ def asynchrony(run: RunData) -> str:
 
 
 def correction(run: RunData) -> str:
-    lines = partial(_lines, run)
+    lines = partial(metric_lines, run)
     title = "Tokens rejected by DIS" if run.loss == DIS else f"Tokens cut by {run.loss}"
     rejected = [("sao/dis_masked_frac_low", "ratio too low"), ("sao/dis_masked_frac_high", "ratio too high")]
     ratios = [("off_policy/abs_log_ratio_mean", "mean"), ("off_policy/abs_log_ratio_max", "largest")]
-    return _grid(
+    return grid(
         lines(title, rejected, note="share of action tokens" + (f"; {run.rule}" if run.rule else ""), y_range=(0, None)),
         lines("Effective sample size", [("sao/ess", "share of the batch")], note="share of the batch; 1: every token counts alike", y_range=(0, 1)),
         _gap_by_age(run),
@@ -72,13 +72,13 @@ def publishing(run: RunData) -> str:
     ]
     x, y = run.series("publish/canary_gap", "publish")
     note = f"largest {max(y):.1e} over {len(y)} publications; log scale" if y else ""
-    return _grid(
+    return grid(
         line_chart("How long the engines stood still", pieces, x_label="version", note="seconds per publication, slowest engine"),
         line_chart("Canary gap after each publication", [Series("largest |engine − trainer|", x, y, "c1")], x_label="version", note=note, log=True),
     )
 
 
-def _grid(*figures: str) -> str:
+def grid(*figures: str) -> str:
     return f'<div class="grid2">{"".join(figures)}</div>'
 
 
@@ -169,7 +169,7 @@ def _staleness(run: RunData) -> str:
     bound = run.setting("rollout.staleness")
     rule = (float(bound), "bound") if isinstance(bound, int | float) else None
     names = [("off_policy/staleness_max", "largest"), ("off_policy/staleness_mean", "mean")]
-    return _lines(run, "Staleness by step", names, note="actor steps behind, oldest token of a trajectory", y_range=(0, None), rule=rule)
+    return metric_lines(run, "Staleness by step", names, note="actor steps behind, oldest token of a trajectory", y_range=(0, None), rule=rule)
 
 
 STEP_PARTS = {
@@ -218,7 +218,7 @@ def _gap_by_age(run: RunData) -> str:
     )
 
 
-def _lines(run: RunData, title: str, names: list[Any], *, note: str = "", by_time: bool = False, x_label: str = "step", **chart: Any) -> str:
+def metric_lines(run: RunData, title: str, names: list[Any], *, note: str = "", by_time: bool = False, x_label: str = "step", **chart: Any) -> str:
     """One chart of several metrics: (name, label) on the train axis or (name, label, axis)."""
     series: list[Series] = []
     for color, (name, label, *axis) in zip(COLORS, names, strict=False):

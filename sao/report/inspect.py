@@ -23,7 +23,7 @@ from sao.learner.protocol import DROPPED, FROZEN, MASK_REASONS, NON_FINITE, REJE
 from sao.report.dropped import Dropped, read_dropped, read_tokens
 from sao.report.rundata import RunData, load_run_settings
 from sao.report.store import StoredEpisode, read_columns, read_trajectories, stored_steps
-from sao.report.tokens import TokenText, makers, tokenizer_candidates
+from sao.report.tokens import TokenText, makers, messages_of, segment_line, tokenizer_candidates
 from sao.trajectory import EpisodeId, Segment, Trajectory
 
 _STYLES = {
@@ -231,10 +231,10 @@ class _View:
         if not self.text.known:
             self._say("the run's tokenizer was not found; token ids are shown", "yellow")
         for index, segment in enumerate(t.segments):
-            if len(t.segments) > 1:
-                self.console.print(Text(f"\nsegment {index}", style="bold"))
+            if head := segment_line(t, index):
+                self.console.print(Text(f"\n{head}", style="bold"))
             pieces = self.text.pieces(segment.token_ids.tolist())
-            made, record = makers(segment, pieces, t.info.get("messages", ())), records[index]
+            made, record = makers(segment, pieces, messages_of(t, index)), records[index]
             reason = record.mask_reason if record is not None else np.where(segment.action_mask, DROPPED, NON_FINITE)
             whole = Text()
             for at, piece in enumerate(pieces):

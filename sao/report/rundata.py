@@ -20,7 +20,19 @@ from sao.report.jsonl import read_jsonl
 from sao.report.metrics import Axis, read_metrics, surviving
 from sao.report.store import read_columns, stored_steps
 
-SCALARS = ("step", "segment", "episode_ordinal", "attempt", "reward", "staleness", "turns", "action_tokens", "tokens", "trained_at_version")
+SCALARS = (
+    "step",
+    "segment",
+    "segments",
+    "episode_ordinal",
+    "attempt",
+    "reward",
+    "staleness",
+    "turns",
+    "action_tokens",
+    "tokens",
+    "trained_at_version",
+)
 # Per-token statistics read at most this many steps' files, spread over the run.
 TOKEN_STEPS = 300
 
@@ -172,8 +184,10 @@ def _records(records: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 def _episodes(run: RunData) -> None:
     if not stored_steps(run.run_dir):
         raise FileNotFoundError("trajectories")
-    table = read_columns(run.run_dir, columns=SCALARS)
+    table = read_columns(run.run_dir, columns=[*SCALARS, "finish", "finish_detail"])
     columns = {name: numpy_column(table[name]) for name in SCALARS}
+    ends = zip(table["finish"].to_pylist(), table["finish_detail"].to_pylist(), strict=True)
+    columns["finish"] = np.array([f"{kind}: {detail}" if detail else kind for kind, detail in ends], np.str_)
     key = columns["episode_ordinal"] * 64 + columns["attempt"]
     order = np.lexsort((columns["segment"], key, columns["step"]))
     columns = {name: values[order] for name, values in columns.items()}

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sao.report.steps import numbered
-from sao.trajectory import Segment
+from sao.trajectory import Segment, Trajectory
 
 _WINDOW = 8  # tokens decoded before the one in question, enough to complete any character
 
@@ -102,3 +102,27 @@ def makers(segment: Segment, pieces: Sequence[str], messages: Sequence[Mapping[s
             made[inside] = np.where(before, "prompt", "environment")[inside]
             found |= bool(inside.any())
     return made if found else np.where(sampled, "policy", np.where(before, "prompt", "environment"))
+
+
+def messages_of(t: Trajectory, segment: int) -> Sequence[Mapping[str, Any]]:
+    """The messages that stand in one segment, in order; all of the episode's where it does not say."""
+    messages = t.info.get("messages", ())
+    parts = t.info.get("segments", ())
+    return [messages[index] for index in parts[segment].get("messages", ())] if segment < len(parts) else messages
+
+
+def segment_line(t: Trajectory, segment: int) -> str:
+    """What a segment is, in one line: where it goes on from, why, and which of its tokens are a summary. Empty for an episode of one that has none."""
+    parts = t.info.get("segments", ())
+    part = parts[segment] if segment < len(parts) else {}
+    if len(t.segments) < 2 and not part:
+        return ""
+    parent, because = t.segments[segment].parent, part.get("because", "")
+    why = {"": "", "compaction": "goes on from a summary, "}.get(because, f"rendered anew ({because}), ")
+    said = [f"segment {segment}"]
+    if parent is not None:
+        said.append(f"{why}parent segment {parent[0]}, the same up to position {parent[1]}")
+    if "summary" in part:
+        first, end = part["summary"]
+        said.append(f"sampled at {first}-{end - 1}: the summary" if end > first else "nothing was sampled for its summary")
+    return " · ".join(said)

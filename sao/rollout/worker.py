@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from sao.agents.limits import Limits
 from sao.agents.renderer import generation_stop_ids, load_renderer
 from sao.agents.tokenizer import load_tokenizer
-from sao.agents.turns import Limits, run_episode
+from sao.agents.turns import run_episode
 from sao.config import Config, EnvConfig
 from sao.environment import Environment
 from sao.errors import EnvironmentFailure, SystemFailure, UserError
@@ -32,9 +33,9 @@ class EpisodeWorker:
         env_configs: Sequence[EnvConfig],
         model_path: str,
         engines: Sequence[EngineHandle],
-        record: Callable[[str], None] = lambda name: None,
+        record: Callable[..., None] = lambda name, method="": None,
     ) -> None:
-        """record: hears which episode's code runs (`sao.rollout.last_words`)."""
+        """record: hears which episode's code runs, and which method of its environment (`sao.rollout.last_words`)."""
         self.config = config
         self.record = record
         self.environments = {env.name: (load_environment(env.target), environment_args(env, config.reward)) for env in env_configs}
@@ -42,15 +43,7 @@ class EpisodeWorker:
         model, stops = config.model, generation_stop_ids(model_path)
         self.renderer = load_renderer(model.renderer, tokenizer, reasoning=model.reasoning, thinking=model.thinking, extra_stop_ids=stops)
         self.pool = EnginePool(engines, wait_s=config.engine.start_timeout_s)
-        rollout = config.rollout
-        self.limits = Limits(
-            max_turns=rollout.max_turns,
-            max_turn_tokens=rollout.max_turn_tokens,
-            max_tokens=rollout.max_tokens,
-            max_model_len=config.engine.max_model_len or rollout.max_tokens,
-            time_limit_s=rollout.time_limit_s,
-            observation_limit=rollout.observation_limit,
-        )
+        self.limits = Limits.of(config)
 
     async def run(self, request: EpisodeRequest) -> tuple[Finished[None] | EpisodeFailure, Trajectory | None]:
         """Never raises for a failed episode; an exception from here is a bug of ours. The trajectory of a failed one goes as far as it had got."""
@@ -72,6 +65,7 @@ class EpisodeWorker:
 
     async def _episode(self, request: EpisodeRequest) -> Trajectory:
         environment_class, args = self.environments[request.task.environment]
+        self.record(request.name, f"{environment_class.__name__}.__init__")
         try:
             environment: Environment = environment_class(request.task, **args)
         except Exception as error:
@@ -90,6 +84,7 @@ class EpisodeWorker:
             purpose=request.purpose,
             pinned_version=request.version if request.pinned else None,
             outage_s=partial(self.pool.outage_s, request.purpose),
+            record=partial(self.record, request.name),
         )
 
     def _sampling(self, request: EpisodeRequest) -> SamplingSpec:

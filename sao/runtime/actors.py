@@ -118,12 +118,13 @@ class WorkerActor:
     ) -> None:
         """engines: each with its actor and whether it is lent to an evaluation."""
         _set_up(name, run_dir, thread_environment(1))
-        from sao.rollout.last_words import Recorder, path_of
+        from sao.rollout.last_words import Recorder, Watch, path_of
         from sao.rollout.worker import EpisodeWorker
         from sao.runtime.remote import RemoteEngine
 
         self.handle = lambda engine, actor: RemoteEngine(engine, actor, config.engine.request_timeout_s)
         record = Recorder(path_of(Path(run_dir) / "logs", name))
+        Watch(record).start()
         self.worker = EpisodeWorker(config, env_configs, model_path, [], record)
         for engine, (actor, lent) in engines.items():
             self.worker.pool.admit(self.handle(engine, actor), lent=lent)

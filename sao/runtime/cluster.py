@@ -19,6 +19,7 @@ from sao.config import Config, EnvConfig
 from sao.errors import SystemFailure, UserError, WorkerFailure
 from sao.inference.pool import EnginePool, PoolEvent
 from sao.inference.protocol import EngineSnapshot
+from sao.rollout.last_words import last_words, path_of
 from sao.runtime.actors import EngineActor, LearnerActor, WorkerActor, thread_environment
 from sao.runtime.memory import MB, object_store_mb, with_advice
 from sao.runtime.models import facts
@@ -269,6 +270,8 @@ class Cluster:
             if name.startswith("engine-") and self.pool is not None:
                 self.pool.remove(name, reason)
             started = time.monotonic()
+            if name.startswith("worker-") and (said := str(last_words(path_of(self.run_dir / "logs", name)))):
+                reason = f"{reason}; {said}"
             reason = self._with_advice(name, reason)
             while True:
                 self._give_up_if_hopeless(name, reason)

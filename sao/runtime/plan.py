@@ -186,7 +186,9 @@ def check_plan(config: Config, plan: Plan, model: ModelFacts) -> None:
     limit = config.engine.max_model_len or model.context
     if model.context and limit > model.context:
         raise ConfigError(f"engine.max_model_len={limit} exceeds the model's context of {model.context}; lower it")
-    if limit and config.rollout.max_tokens > limit:
+    if limit and config.rollout.context_tokens > limit:
+        raise ConfigError(f"rollout.context_tokens={config.rollout.context_tokens} exceeds the context of {limit}; lower it")
+    if limit and config.rollout.max_tokens > limit and config.rollout.compaction == "off":
         raise ConfigError(f"rollout.max_tokens={config.rollout.max_tokens} exceeds the context of {limit}; lower it")
     kv_tokens = config.engine.kv_cache_mb * MB // max(1, model.kv_elements_per_token * BYTES[config.engine.dtype])
     if not here.gpus and kv_tokens < (limit or config.rollout.max_tokens):

@@ -75,6 +75,8 @@ def _check_room(config: Config, name: str, lengths: Sequence[int]) -> None:
     limits = {"rollout.max_tokens": config.rollout.max_tokens}
     if config.engine.max_model_len:
         limits["engine.max_model_len"] = config.engine.max_model_len
+    if config.rollout.context_tokens:
+        limits["rollout.context_tokens"] = config.rollout.context_tokens
     too_long = [length for length in lengths if length >= min(limits.values())]
     if not too_long:
         return

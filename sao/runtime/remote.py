@@ -226,12 +226,14 @@ class RemoteWorkers:
                 if not failure.lost:
                     raise
                 # Read before a replacement can have begun to write.
-                to_blame = failure.overdue or last_words(path_of(self.logs, name)) == request.name
+                said = last_words(path_of(self.logs, name))
+                to_blame = failure.overdue or said.episode == request.name
                 if to_blame:
                     self.cluster.forgive(name)
                 await self.cluster.replace(name, actor, str(failure))
                 if to_blame and not retries:
-                    return EpisodeFailure(request.episode_id, "worker_lost", f"task {request.task.task_id} took its worker with it: {failure}")
+                    why = f"task {request.task.task_id} took its worker with it: {failure}"
+                    return EpisodeFailure(request.episode_id, "worker_lost", f"{why}; {said}" if said.episode == request.name else why)
                 retries -= to_blame
                 self.reissued += 1
                 continue

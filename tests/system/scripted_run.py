@@ -49,6 +49,23 @@ class Poison(SingleTurnEnvironment):
         return await super().step(action)
 
 
+class Walk(SingleTurnEnvironment):
+    """Ten turns before the one that counts. One task holds the event loop for a moment, and another for ever."""
+
+    turns = 0
+
+    async def step(self, action: Action) -> StepResult:
+        self.turns += 1
+        number = int(self.row["answer"])
+        while number == 20 or (number == 3 and self.turns == 2):
+            time.sleep(0.8)  # noqa: ASYNC251 - the fault itself
+            if number == 3:
+                break
+        if self.turns > 10:
+            return await super().step(action)
+        return StepResult([{"role": "user", "content": f"number {number + self.turns}"}])
+
+
 def parity(completion: str, row: dict[str, Any]) -> float:
     """Something for a critic to learn from: a property of the text."""
     return float(sum(map(ord, completion)) % 2)

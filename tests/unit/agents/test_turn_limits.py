@@ -176,7 +176,7 @@ def test_long_observations_are_cut_with_a_marker(chatml) -> None:
     environment = ScriptedEnvironment([StepResult([user("y" * 5000), user("short")]), DONE])
     got = episode(chatml, ScriptedGenerate([[90, chatml.end], [91, chatml.end]]), environment, observation_limit=60)
     text = got.info["messages"][2]["content"]
-    assert len(text) == 60 and text.startswith("yyy") and text.endswith("[cut: 5000 characters]")
+    assert len(text) == 60 and text.startswith("yyy") and text.endswith("\n[cut: 4971 of 5000 characters]")
     assert got.info["messages"][3]["content"] == "short" and got.metrics["observations_cut"] == 1
 
 

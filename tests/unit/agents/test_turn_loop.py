@@ -213,10 +213,17 @@ def test_a_prefix_break_forks_and_loses_no_token(chatml) -> None:
     assert len(got.segments) == 2 and sampled(got) == replies
     assert got.action_tokens == sum(map(len, replies)) == got.sampled_tokens
     assert got.metrics["segments/forked"] == 1 and got.metrics["segments/forked/prefix_changed"] == 1
+    assert [part.get("because") for part in got.info["segments"]] == [None, "prefix_changed"]
     assert got.turn_rewards is None and got.reward == 1.5
     index, position = got.segments[1].parent or (-1, -1)
     assert index == 0
     assert got.segments[0].token_ids[: position + 1].tolist() == got.segments[1].token_ids[: position + 1].tolist()
+
+
+def test_a_reward_of_an_empty_turn_in_a_segment_that_is_left_out_goes_to_the_turn_before(chatml) -> None:
+    environment = ScriptedEnvironment([say(reward=0.25), say("next " * 20, reward=0.5), StepResult(reward=1.0, terminated=True)])
+    got = episode(Breaking(chatml, 2), ScriptedGenerate([[90, chatml.end], [91, chatml.end], []]), environment)
+    assert len(got.segments) == 1 and got.turn_rewards is not None and got.turn_rewards.tolist() == [0.25, 1.5]
 
 
 def test_a_fork_counts_shared_tokens_once_against_the_budget(chatml) -> None:

@@ -13,7 +13,7 @@ from sao.environment import Task
 from sao.errors import SystemFailure
 from sao.loop import TrainingLoop
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
-from sao.rollout.last_words import Recorder, last_words, named, path_of
+from sao.rollout.last_words import Recorder, Words, last_words, named, path_of
 from sao.rollout.staleness import Finished
 from sao.runtime.cluster import Cluster
 from sao.runtime.remote import RemoteWorkers
@@ -53,7 +53,7 @@ asyncio.run(main())
 )
 def test_what_a_process_says_when_it_dies(tmp_path, crash, says):
     done = subprocess.run([sys.executable, "-c", CRASH.format(crash=crash), str(tmp_path / "file")], capture_output=True, timeout=60)
-    assert done.returncode != 0 and last_words(tmp_path / "file") == says, done.stderr
+    assert done.returncode != 0 and last_words(tmp_path / "file").episode == says, done.stderr
 
 
 def test_naming_changes_nothing_of_what_is_awaited():
@@ -86,7 +86,7 @@ def test_naming_changes_nothing_of_what_is_awaited():
 
 
 def test_no_file_is_no_word(tmp_path):
-    assert last_words(tmp_path / "nowhere") == ""
+    assert last_words(tmp_path / "nowhere") == Words() and str(Words()) == ""
 
 
 class Actor:
@@ -124,7 +124,7 @@ class Actor:
         return make_trajectory(request.episode_id, task=request.task.task_id, versions=(request.version, request.version))
 
     def die(self, word: str = "") -> None:
-        self.record(word)
+        self.record(word, "Poison.step")
         self.dead.set()
 
 
@@ -132,7 +132,8 @@ class Workers(Cluster):
     """The real supervision with actors that are none."""
 
     def __init__(self, run_dir, config: Config, poison: dict[str, float], word: str = "") -> None:
-        super().__init__(config, [], "model", run_dir, on_event=lambda text: None)
+        self.events: list[str] = []
+        super().__init__(config, [], "model", run_dir, on_event=self.events.append)
         (run_dir / "logs").mkdir()
         self.poison, self.word = poison, word
         self.lost = 0
@@ -218,6 +219,18 @@ def test_an_episode_that_does_not_end_has_failed_and_not_its_neighbours(tmp_path
     stuck, other = run(main())
     assert isinstance(stuck, EpisodeFailure) and stuck.reason == "worker_lost" and "did not answer within 90 s" in stuck.message
     assert isinstance(other, Finished)
+
+
+def test_who_took_the_worker_with_it_is_named_by_method(tmp_path):
+    """In the event of the replacement, which screen and driver.log show, and in the failure."""
+
+    async def main():
+        cluster = Workers(tmp_path, Config(), {"task-1": 0.5})
+        return cluster.events, await cluster.remote().run(request(1))
+
+    events, outcome = run(main())
+    assert isinstance(outcome, EpisodeFailure) and "it was running Poison.step of episode train-1.0, for " in outcome.message
+    assert events[0].startswith("worker-0 is replaced: ") and "it was running Poison.step of episode train-1.0, for " in events[0]
 
 
 def test_an_episode_of_an_evaluation_is_tried_twice_too(tmp_path):
