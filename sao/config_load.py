@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from sao.config import Config, EnvConfig, OptimizerConfig
 from sao.config_algo import check_algorithm
-from sao.config_data import check_curriculum
+from sao.config_data import check_curriculum, environments_of
 from sao.config_messages import explain
 from sao.errors import ConfigError
 from sao.online.check import check_online
@@ -283,35 +283,7 @@ def load_env(name: str) -> EnvConfig:
 
 def environments(config: Config) -> list[EnvConfig]:
     """The environments of a run: `env` alone, or those of `data.mixture` (with `env` as configured when it is among them)."""
-    if not config.data.mixture:
-        _refuse(
-            bool(config.data.variants), "data.variants changes environments of a mixture, but data.mixture is empty; set env.args, or data.mixture"
-        )
-        return [config.env]
-    strange = [name for name in config.data.variants if name not in config.data.mixture]
-    _refuse(bool(strange), f"data.variants.{strange[0] if strange else ''} is not in data.mixture; give it a weight there or leave it out")
-    return [config.env if name == config.env.name else _variant(name, config.data.variants.get(name)) for name in config.data.mixture]
-
-
-def _variant(name: str, changes: Any) -> EnvConfig:
-    """The environment that a mixture calls `name`: its file, or the one that `base` names, with changes over it."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    key = f"data.variants.{name}"
-    _refuse(
-        changes is not None and not isinstance(changes, dict), f"{key}={changes} must be a mapping of keys of env, for instance {{args: {{...}}}}"
-    )
-    keys = dict(changes or {})
-    base = keys.pop("base", name)
-    known = [field.name for field in dataclasses.fields(EnvConfig) if field.name != "name"]
-    for unknown in [word for word in keys if word not in known]:
-        raise ConfigError(f"{key}.{unknown} is not a key of an environment; there are base, {', '.join(known)}")
-    try:
-        node = OmegaConf.merge(OmegaConf.structured(load_env(str(base))), keys)
-        return dataclasses.replace(cast(EnvConfig, OmegaConf.to_object(node)), name=name)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{key}: {one_sentence(error)}") from None
+    return environments_of(config, load_env)
 
 
 def value_of(config: Config, key: str) -> Any:
