@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 import pytest
-from play_kit import make, play
 
 from sao.config_load import compose
 from sao.environment import Action, Context, Task
@@ -19,6 +18,7 @@ from sao.environments.gymnasium import GymnasiumEnvironment
 from sao.environments.threads import Lane, Threads
 from sao.errors import ConfigError, EnvironmentFailure
 from sao.tasks.source import build_source, check_arguments
+from tests.play_kit import make, play
 
 LAKE = {"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi", "is_slippery": False}, "actions": ["left", "down", "right", "up"]}
 

@@ -7,7 +7,6 @@ import threading
 from typing import Annotated, Any, Literal
 
 import pytest
-from play_kit import call, make, play
 
 from sao.config_load import compose
 from sao.environment import Action
@@ -15,6 +14,7 @@ from sao.environments.signatures import BadArgument, convert, read_docstring, sc
 from sao.environments.tools import ToolsEnvironment
 from sao.errors import ConfigError, EnvironmentFailure, RewardFailure
 from sao.tasks.source import build_source, check_arguments, environment_args
+from tests.play_kit import call, make, play
 
 HERE = __name__
 
