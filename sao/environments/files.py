@@ -20,11 +20,12 @@ def own_overrides(name: str, groups: Collection[str]) -> list[str] | None:
     path = Path(name) / PROJECT_FILE
     if not name.isidentifier() or not path.is_file():
         return None
-    import yaml
+    from omegaconf import OmegaConf
+    from yaml import YAMLError
 
     try:
-        tree = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        tree: Any = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
         raise ConfigError(f"{path} cannot be read ({' '.join(str(error).split())[:200]}); mend the file") from None
     if not isinstance(tree, Mapping) or not isinstance(tree.get("env"), Mapping) or "target" not in tree["env"]:
         raise ConfigError(f"{path} must have a section env with a target, package.module:Class")
