@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sao.environment import Action, Context, Message, StepResult, Task
-from sao.environments.text import answer_of, as_text, opening, plain, row_of, user
+from sao.environments.text import answer_of, as_json, as_text, opening, plain, row_of, user
 from sao.environments.threads import Lane
 from sao.errors import ConfigError, EnvironmentFailure
 from sao.tasks.target import load_target, one_line
@@ -94,6 +94,26 @@ class GymnasiumEnvironment:
     def generate_payload(cls, rng: random.Random, split: str, **args: Any) -> dict[str, Any]:
         """A task is its seed and nothing else; the source draws those of the two splits apart."""
         return {}
+
+    @classmethod
+    def sample_answer(
+        cls,
+        rng: random.Random,
+        *,
+        id: str = "",
+        make: str = "",
+        kwargs: Mapping[str, Any] | None = None,
+        actions: Sequence[str] = (),
+        system: str = "",
+    ) -> str:
+        """An action at random, as an answer names it."""
+        env = _maker(id, make, dict(kwargs or {}))()
+        try:
+            env.action_space.seed(rng.getrandbits(31))
+            chosen = env.action_space.sample()
+        finally:
+            env.close()
+        return str(actions[int(chosen) - int(env.action_space.start)]) if actions else as_json(chosen)
 
     def _reset(self, seed: int) -> str:
         try:
