@@ -11,6 +11,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from sao.environment import Action, Context, Message, StepResult, Task
@@ -212,22 +213,24 @@ def uncoloured(text: str) -> str:
 
 
 def _maker(id: str, make: str, kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """What builds the environment. Raises ConfigError naming the key; the callable does, too, when the environment cannot be made."""
+    """What imports the package or the function and builds the environment. Raises ConfigError naming the key, as the callable does."""
     if bool(id) == bool(make):
         raise ConfigError("env=gymnasium needs env.args.id=ID of a registered environment, or env.args.make=module:function, one of them")
+    return lambda: _made(id, make, kwargs)
+
+
+def _made(id: str, make: str, kwargs: dict[str, Any]) -> Any:
+    key = f"env.args.id={id}" if id else f"env.args.make={make}"
     if make:
-        function = load_target(make, "env.args.make")
-        return lambda: _made(f"env.args.make={make}", lambda: function(**kwargs))
+        build = load_target(make, "env.args.make")
+    else:
+        try:
+            import gymnasium
+        except ImportError:
+            raise ConfigError(EXTRA) from None
+        build = partial(gymnasium.make, id)
     try:
-        import gymnasium
-    except ImportError:
-        raise ConfigError(EXTRA) from None
-    return lambda: _made(f"env.args.id={id}", lambda: gymnasium.make(id, **kwargs))
-
-
-def _made(key: str, build: Callable[[], Any]) -> Any:
-    try:
-        env = build()
+        env = build(**kwargs)
     except Exception as error:
         raise ConfigError(f"{key} could not be made ({one_line(error)}); mend the id, env.args.kwargs, or install what it needs") from error
     missing = [name for name in ("reset", "step", "close", "action_space") if not hasattr(env, name)]

@@ -262,6 +262,8 @@ class Server:
             task = asyncio.create_task(self.answer(json.loads(line)))
             self.running.add(task)
             task.add_done_callback(self.running.discard)
+        if self.running:  # asked for by whoever has said all there is to say
+            await asyncio.wait(self.running)
 
     async def answer(self, request: dict[str, Any]) -> None:
         try:

@@ -19,8 +19,8 @@ def sao(*arguments: str, cwd: Path, timeout: float = 500) -> str:
 
 
 def held_out(run: Path) -> dict[str, float]:
-    """Mean reward of each evaluation, by its title."""
-    return {row["title"]: row["mean"] for row in map(json.loads, (run / "eval.jsonl").read_text().splitlines())}
+    """Mean reward of each evaluation, by its name."""
+    return {row["eval"]: row["mean"] for row in map(json.loads, (run / "eval.jsonl").read_text().splitlines())}
 
 
 def test_a_few_steps_of_a_new_environment(tmp_path):

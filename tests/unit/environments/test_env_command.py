@@ -165,12 +165,14 @@ def test_init_writes_an_environment_whose_test_passes_and_whose_configuration_is
         ("sao", "would hide, or be hidden by, the module sao"),
         ("calculator", "is one that ships"),
         ("there", "exists already"),
+        ("module", "module.py exists already"),
     ],
 )
 def test_names_that_cannot_be_are_refused_and_nothing_is_written(typed, tmp_path, name, said):
     (tmp_path / "there").mkdir()
+    (tmp_path / "module.py").touch()
     code, _, err = typed("init", name)
-    assert code == 2 and said in err and [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert code == 2 and said in err and sorted(path.name for path in tmp_path.iterdir()) == ["module.py", "there"]
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,21 @@ class Mute:
         return ""
 
 
+class Late(Shop):
+    def reset(self, **row: Any) -> str:
+        self.reward = None  # type: ignore[assignment]
+        return "go"
+
+
+class Boasting(Shop):
+    def get_reward(self) -> str:
+        return "much"
+
+
+class Silent(Shop):
+    def reset(self, **row: Any) -> None: ...  # type: ignore[override]
+
+
 class NoHint:
     def reset(self) -> str:
         return "go"
@@ -147,7 +162,7 @@ def shop(cls: str = "Shop", payload: dict[str, Any] | None = None, **args: Any) 
 
 
 def test_schemas_come_from_signatures_and_docstrings():
-    tools = {tool["function"]["name"]: tool["function"] for tool in shop().tools()}
+    tools = {tool["function"]["name"]: tool["function"] for tool in play(shop(), [])[1]}
     assert list(tools) == ["buy", "look", "wait"]
     assert tools["buy"] == {
         "name": "buy",
@@ -226,18 +241,12 @@ def test_the_runs_reward_function_wins():
 def test_no_reward_and_no_words_are_failures_not_zero():
     with pytest.raises(EnvironmentFailure, match="has no reward after reset"):
         play(shop("Mute"), ["x"])
-    environment = shop("Shop")
-    environment.made_of = type("Late", (Shop,), {"reward": None, "reset": lambda self, **row: setattr(self, "reward", None) or "go"})
     with pytest.raises(EnvironmentFailure, match="no reward at the end"):
-        play(environment, ["x"])
-    environment = shop("Shop")
-    environment.made_of = type("Odd", (Shop,), {"get_reward": lambda self: "much"})
+        play(shop("Late"), ["x"])
     with pytest.raises(EnvironmentFailure, match="not a number"):
-        play(environment, ["x"])
-    environment = shop("Shop")
-    environment.made_of = type("Silent", (Shop,), {"reset": lambda self, **row: None})
+        play(shop("Boasting"), ["x"])
     with pytest.raises(EnvironmentFailure, match="the task has no prompt"):
-        play(environment, ["x"])
+        play(shop("Silent"), ["x"])
 
 
 @pytest.mark.parametrize(
