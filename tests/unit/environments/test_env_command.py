@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,9 @@ from sao.cli import main
 from sao.config_load import compose, conf_dir
 from sao.environment import StepResult
 from sao.environments.files import own_overrides
-from sao.environments.play import spell_call
+from sao.environments.play import play, spell_call
 from sao.errors import UserError
+from sao.tasks.source import build_source
 
 HERE = __name__
 
@@ -93,6 +96,18 @@ def test_random_answers_need_nobody(typed):
     for args in (["env=calculator"], ["env=gymnasium", "env.args.id=Blackjack-v1"]):
         code, out, _ = typed("try", *args, "--random", "--task", "2")
         assert code == 0 and "/train/2, seed" in out and "\nepisode " in out
+
+
+def test_the_clock_stands_while_a_person_thinks(typed):
+    config = compose(["env=calculator", "model.path=m"])
+    config.rollout.time_limit_s = 0.1
+
+    def slowly(tools):
+        time.sleep(0.3)
+        return "12"
+
+    trajectory = asyncio.run(play(config, build_source(config, [config.env]).next(), slowly))
+    assert trajectory is not None and trajectory.finish.kind == "terminal"
 
 
 def test_another_task_is_another_question(typed):
