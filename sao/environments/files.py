@@ -6,6 +6,7 @@ come before those of the command, so whatever is written there wins.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,6 @@ def _written(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(_written, value))}]"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace("'", "\\'") if "'" in value else value
+        escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value)  # a backslash escapes only before a quote
         return f"'{escaped}'"
     return "{}" if value == {} else str(value)

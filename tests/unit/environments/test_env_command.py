@@ -10,11 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sao.cli import main
 from sao.config_load import compose, conf_dir
 from sao.environment import StepResult
-from sao.environments.files import own_overrides
+from sao.environments.files import _written, own_overrides
 from sao.environments.play import play, spell_call
 from sao.errors import UserError
 from sao.tasks.source import build_source
@@ -208,3 +211,12 @@ def test_values_of_a_file_reach_hydra_unharmed(monkeypatch, tmp_path):
     config = compose(own_overrides("mine", ("model", "env")))  # type: ignore[arg-type]
     assert config.env.args == {"say": "it's, [odd]: x=1", "many": ["a", 1, 2.5, None], "deep": {"a": True, "none": {}}}
     assert config.model.path == "run"
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text("ab\\\\'\"$ {}[],=:#é")
+
+
+@given(st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3), max_leaves=5))
+@settings(max_examples=60)
+def test_any_value_survives_hydras_grammar(value):
+    assert OverridesParser.create().parse_override(f"key={_written(value)}").value() == value

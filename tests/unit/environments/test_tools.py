@@ -7,6 +7,8 @@ import threading
 from typing import Annotated, Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sao.config_load import compose
 from sao.environment import Action
@@ -324,3 +326,37 @@ def test_tasks_come_from_a_file_or_from_the_class(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Buy.", "want": "tea"}\n')
     config = compose(["env=tools", f"env.args.cls={HERE}:Shop", "model.path=m", f"data.path={tmp_path}/rows.jsonl"])
     assert build_source(config, [config.env]).next().payload["want"] == "tea"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+HINTS = (
+    int,
+    float,
+    str,
+    bool,
+    list[int],
+    list[str | None],
+    tuple[int, str],
+    tuple[int, ...],
+    set[int],
+    set,
+    dict[str, float],
+    int | str,
+    Literal["a", 1],
+    Any,
+)
+
+
+@given(JSON, st.sampled_from(HINTS))
+def test_whatever_a_policy_sends_is_converted_or_a_bad_argument(value, hint):
+    try:
+        converted = convert(value, hint, "x")
+    except BadArgument:
+        return
+    if hint in (int, float, str, bool):
+        assert type(converted) is hint
+    assert converted == value or isinstance(converted, (tuple, set))
