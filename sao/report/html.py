@@ -41,13 +41,10 @@ def render(run: RunData) -> str:
         ("learning", "Learning", "Reward on the training tasks, and what policy and critic did to get it.", lambda: figures.learning(run)),
         *([("online", "The stream", "What is rewarded changes while the run goes on: what each change cost, and what stood guard.", lambda: online.section(run))]
           if online.concerns(run) else []),
-<<<<<<< HEAD
         *([("long", "Long episodes", "How long they were, which limit ended them, and what of their context was cut or summed up.", lambda: long.section(run))]
           if long.concerns(run) else []),
-=======
         *([("curriculum", "The curriculum", "Which tasks were drawn, by what they had lately earned.", lambda: curriculum.section(run))]
           if curriculum.concerns(run) else []),
->>>>>>> envs5
         ("trajectories", "Trajectories", "What the agent wrote, token by token. Point at a token for its training record; open a row to read it.",
          lambda: samples.section(run, text)),
         ("asynchrony", "Asynchrony", "Engines generate while the learner trains. How old the data was, and who waited for whom.", lambda: figures.asynchrony(run)),
