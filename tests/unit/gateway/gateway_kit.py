@@ -50,9 +50,9 @@ async def served(replies: Sequence[Any] | Any, config: GatewayConfig | None = No
 def rows(session: Session) -> tuple[Segment, ...]:
     """The training rows, checked: every sampled token in exactly one, with its own log-prob and version, and parents as the contract wants them."""
     segments = session.tree.segments(session.terms.sampling)
-    trained = [(int(t), float(p), int(v)) for s in segments for t, p, v in zip(s.token_ids, s.logprobs, s.versions, strict=True) if v >= 0]
-    sampled = [(int(t), float(p), int(v)) for turn in session.tree.turns for t, p, v in zip(turn.ids, turn.logprobs, turn.versions, strict=True)]
-    assert sorted(trained, key=str) == sorted(sampled, key=str)
+    trained = [str(token) for s in segments for token in zip(s.token_ids, s.logprobs, s.versions, strict=True) if token[2] >= 0]
+    sampled = [str(token) for turn in session.tree.turns for token in zip(turn.ids, turn.logprobs, turn.versions, strict=True)]
+    assert sorted(trained) == sorted(sampled)
     assert sum(segment.sampled_tokens for segment in segments) == session.tree.sampled_tokens
     leaves = sum(not turn.children for turn in session.tree.turns)
     assert len(segments) == leaves
