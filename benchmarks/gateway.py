@@ -27,7 +27,7 @@ IDS = ["gateway_overhead_ms_median", "gateway_overhead_ms_p99", "gateway_rss_mb_
 CLIENTS, SESSIONS_EACH, TURNS = 16, 25, 4
 ENGINE_S = 0.2  # a short turn of a small model, from half to one and a half of it: were all the same, the clients would fall into step
 OPEN_SESSIONS, OPEN_TURNS = 1000, 3
-WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box quietly and then read their long list of files again".split()
+SENTENCE = "the quick brown fox jumps over a lazy dog while seven wizards box quietly and then read their long list of files again"
 TOOL = {
     "type": "function",
     "function": {
@@ -40,7 +40,8 @@ CALL = '<tool_call>{"name": "bash", "arguments": {"command": "ls -la && cat READ
 
 
 def text(seed: int, words: int) -> str:
-    return " ".join(WORDS[(seed * 7 + 3 * i * i + i) % len(WORDS)] for i in range(words))
+    known = SENTENCE.split()
+    return " ".join(known[(seed * 7 + 3 * i * i + i) % len(known)] for i in range(words))
 
 
 # -- the client process ---------------------------------------------------------------------------------------------------------------
@@ -148,9 +149,7 @@ async def serve(seconds: float, sessions: int, turns: int, count: int) -> dict[s
         await gateway.open(Terms(f"train-{i}.0", Task(f"t{i}", "program", {}), limits, SamplingSpec(stop=renderer.stop_ids))) for i in range(sessions)
     ]
     plan = {"url": gateway.variables("")["OPENAI_BASE_URL"], "keys": [secret for _, secret in opened], "turns": turns, "clients": count}
-    client = await asyncio.create_subprocess_exec(
-        sys.executable, __file__, "--client", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-    )
+    client = await asyncio.create_subprocess_exec(sys.executable, __file__, "--client", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
     printed, _ = await client.communicate(json.dumps(plan).encode())
     if client.returncode:
         raise SystemExit("the client process failed")

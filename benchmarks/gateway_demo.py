@@ -21,7 +21,9 @@ def run(folder: Path, seed: int, *overrides: str) -> dict[str, Any]:
         start = ["model.warmstart=false", "model.factory=", f"model.path={demo.warm_start(seed)}"]
         sao("train", "experiment=gateway_demo", f"seed={seed}", *start, f"run.dir={folder}", "run.progress=plain", *overrides)
     steps = [record for record in read_jsonl(folder / "metrics.jsonl") if record["axis"] == "train"]
-    gateway = {key: statistics.fmean(step.get(key, 0.0) for step in steps) for key in sorted({key for step in steps for key in step if "gateway/" in key})}
+    gateway = {
+        key: statistics.fmean(step.get(key, 0.0) for step in steps) for key in sorted({key for step in steps for key in step if "gateway/" in key})
+    }
     return demo.read(folder, seed, overrides) | {"gateway": gateway}
 
 

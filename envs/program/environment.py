@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 import random
 import shlex
 import shutil
@@ -30,9 +31,10 @@ SCORED = ("message", "output")
 class ProgramEnvironment:
     """One task, one program, one score.
 
-    command: a command line, or a list of words, run in a directory of its own. function: `package.module:function`, instead: a coroutine function
-    `(row, variables)` of this process, for agents that are cheaper than a process. Both find where the model is in their variables: OPENAI_BASE_URL,
-    OPENAI_API_KEY, OPENAI_MODEL, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, ANTHROPIC_MODEL, and the task's row as JSON in SAO_TASK.
+    command: a command line, or a list of words, run in a directory of its own; words that name files are made absolute.
+    function: instead, `package.module:function`: a coroutine function `(row, variables)` of this process, for agents that are cheaper than a process.
+    Both find where the model is in their variables: OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY,
+    ANTHROPIC_MODEL, and the task's row as JSON in SAO_TASK.
     reward: a RewardConfig as a dict. Its function scores, as `scored` says, the last message of the policy or the program's output (its standard
     output, or what the function returned).
     variables: more of them. at_once: programs that run at the same time in this worker.
@@ -52,7 +54,8 @@ class ProgramEnvironment:
         tasks: str = "",
         tasks_args: Mapping[str, Any] | None = None,
     ) -> None:
-        self.command = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+        words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+        self.command = [str(Path(word).absolute()) if os.path.isfile(word) else word for word in words]
         if bool(self.command) == bool(function):
             raise ConfigError("env=program runs env.args.command or env.args.function: set one of them")
         if scored not in SCORED:

@@ -7,6 +7,7 @@ wants an end of it), the keeper kills whatever is left below it and exits with t
 Nothing but the standard library: one of these is started for every episode.
 """
 
+import contextlib
 import ctypes
 import os
 import select
@@ -53,10 +54,8 @@ def end_all(codes):
     """Kill until nothing is left: what forks meanwhile is met at the next look."""
     while reap(codes):
         for pid in descendants(os.getpid()):
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         time.sleep(0.002)
 
 

@@ -16,7 +16,7 @@ OUTPUT_BYTES = 256 * 1024  # of standard output that are kept, from its beginnin
 ERROR_BYTES = 2048  # of standard error that are kept, from its end
 END_S = 5.0  # for the keeper to end what is left
 # Of the worker's environment, what a program needs to run at all. Keys to anything else are none of its business.
-PASSED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SAO_RUN_MARK")
+PASSED = ("PYTHONPATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SAO_RUN_MARK")
 
 
 async def run_command(command: Sequence[str], directory: Path, variables: Mapping[str, str]) -> str:
@@ -24,7 +24,8 @@ async def run_command(command: Sequence[str], directory: Path, variables: Mappin
 
     Cancelling ends the program and whatever it has started.
     """
-    environment = {name: os.environ[name] for name in PASSED if name in os.environ} | {"HOME": str(directory)} | dict(variables)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])  # `python` is this one
+    environment = {name: os.environ[name] for name in PASSED if name in os.environ} | {"PATH": path, "HOME": str(directory)} | dict(variables)
     keeper = await asyncio.create_subprocess_exec(
         sys.executable,
         "-I",

@@ -60,7 +60,11 @@ class Answer:
     def message(self) -> Message:
         """As a client echoes it."""
         calls = [
-            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}}
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
+            }
             for call in self.tool_calls
         ]
         return {"role": "assistant", "content": self.text or None, **({"tool_calls": calls} if calls else {})}

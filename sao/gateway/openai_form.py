@@ -87,7 +87,9 @@ def chunks(answer: Answer, model: str, created: int, usage: bool) -> Iterator[di
 
 def error(status: int, message: str, code: str, param: str) -> dict[str, Any]:
     """The body of a refused request."""
-    kind = {401: "authentication_error", 403: "permission_error", 503: "service_unavailable", 500: "server_error"}.get(status, "invalid_request_error")
+    kind = {401: "authentication_error", 403: "permission_error", 503: "service_unavailable", 500: "server_error"}.get(
+        status, "invalid_request_error"
+    )
     return {"error": {"message": message, "type": kind, "param": param or None, "code": code or None}}
 
 

@@ -59,4 +59,6 @@ def stop_strings(value: Any, where: str) -> tuple[str, ...]:
 
 
 def _kind(value: Any) -> str:
-    return {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}[type(value)]
+    return {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}[
+        type(value)
+    ]

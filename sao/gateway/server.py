@@ -44,7 +44,9 @@ _SESSION: web.RequestKey[Session] = web.RequestKey("session", Session)
 class Gateway:
     """Starts at the first `open`. generate: see `EnginePool.generate`; outage_s: seconds in which there was no engine, by purpose."""
 
-    def __init__(self, config: GatewayConfig, renderer: Renderer, generate: Generate, outage_s: Callable[[Purpose], float] = lambda purpose: 0.0) -> None:
+    def __init__(
+        self, config: GatewayConfig, renderer: Renderer, generate: Generate, outage_s: Callable[[Purpose], float] = lambda purpose: 0.0
+    ) -> None:
         self.config, self.renderer, self.generate, self.outage_s = config, renderer, generate, outage_s
         self.sessions: dict[bytes, Session] = {}
         self.port = 0
@@ -144,10 +146,8 @@ class Gateway:
 
     def _refused(self, request: web.Request, refusal: Refusal) -> web.Response:
         text = str(refusal)
-        if request.path.startswith("/v1/messages"):
-            body = anthropic_form.error(refusal.status, text)
-        else:
-            body = openai_form.error(refusal.status, text, refusal.code, refusal.param)
+        anthropic = request.path.startswith("/v1/messages")
+        body = anthropic_form.error(refusal.status, text) if anthropic else openai_form.error(refusal.status, text, refusal.code, refusal.param)
         response = web.json_response(body, status=refusal.status)
         if refusal.status == 503:
             response.headers["Retry-After"] = str(RETRY_AFTER_S)

@@ -234,7 +234,9 @@ class Session:
                 break
             async with self._returned:
                 await self._returned.wait()
-        self._check_room(room, length, f"rollout.max_tokens={limits.max_tokens} of the episode, of which {self.tree.total} are used", limits.max_tokens)
+        self._check_room(
+            room, length, f"rollout.max_tokens={limits.max_tokens} of the episode, of which {self.tree.total} are used", limits.max_tokens
+        )
         budget = min(wanted, room)
         self._reserved += new + budget
         return budget, new + budget
@@ -243,7 +245,9 @@ class Session:
         if room > 0:
             return
         self.cut = "tokens"
-        self.refused = f"This model's maximum context length is {most} tokens; the request's come to {length} and leave no room for an answer ({limit})"
+        self.refused = (
+            f"This model's maximum context length is {most} tokens; the request's come to {length} and leave no room for an answer ({limit})"
+        )
         raise Refusal(400, self.refused, code="context_length_exceeded", param="messages")
 
     async def _ask_engine(self, prompt: Ids, budget: int) -> Generation:

@@ -194,7 +194,10 @@ def test_openai_clients_async_and_sync_streaming_and_not_extend_one_row(policy):
             usage = chunk.usage or usage
         assert pieces[0].function.name == "add" and usage.completion_tokens > 0
         tool_call = {"id": pieces[0].id, "type": "function", "function": {"name": "add", "arguments": '{"b":2, "a":1}'}}
-        messages += [{"role": "assistant", "content": None, "tool_calls": [tool_call]}, {"role": "tool", "tool_call_id": pieces[0].id, "content": "3"}]
+        messages += [
+            {"role": "assistant", "content": None, "tool_calls": [tool_call]},
+            {"role": "tool", "tool_call_id": pieces[0].id, "content": "3"},
+        ]
 
         def rest():
             with openai.OpenAI(base_url=variables["OPENAI_BASE_URL"], api_key=variables["OPENAI_API_KEY"]) as sync:

@@ -203,7 +203,7 @@ def test_a_cancelled_program_ends_with_its_daemons_and_so_does_one_whose_worker_
 
     async def cancelled():
         running = asyncio.ensure_future(run_command([sys.executable, "-c", script], tmp_path, {}))
-        while len(list(tmp_path.glob("pid*"))) < 2:
+        while len(list(tmp_path.glob("pid*"))) < 2:  # noqa: ASYNC110 - another process says so, by a file
             await asyncio.sleep(0.01)
         running.cancel()
         await asyncio.wait([running])
@@ -246,7 +246,9 @@ async def asks_twice(row, variables):
 
     def ask():
         body = json.dumps({"messages": [{"role": "user", "content": row["question"]}]}).encode()
-        request = urllib.request.Request(f"{variables['OPENAI_BASE_URL']}/chat/completions", body, {"Authorization": f"Bearer {variables['OPENAI_API_KEY']}"})
+        request = urllib.request.Request(
+            f"{variables['OPENAI_BASE_URL']}/chat/completions", body, {"Authorization": f"Bearer {variables['OPENAI_API_KEY']}"}
+        )
         return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
 
     await asyncio.to_thread(ask)

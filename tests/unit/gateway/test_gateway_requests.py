@@ -186,7 +186,9 @@ REFUSED = {
 def test_what_cannot_be_served_is_refused_in_the_form_of_the_api():
     for (status, body), name in zip(post([], REFUSED.values()), REFUSED, strict=True):
         assert status == 400 and set(body["error"]) == {"message", "type", "param", "code"}, name
-    for status, body in post([], [b"{", {"messages": HELLO}, {"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}], "/messages"):
+    for status, body in post(
+        [], [b"{", {"messages": HELLO}, {"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}], "/messages"
+    ):
         assert status == 400 and body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
     (status, _), (negative, _) = post([], [{"token_ids": []}, {"token_ids": [-1]}], "/inference/v1/generate")
     assert status == negative == 400
@@ -231,7 +233,7 @@ def test_a_prompt_beyond_the_context_is_refused_with_the_numbers():
 def test_requests_beyond_the_turn_limit_are_refused():
     async def play(client, session):
         await client.chat.completions.create(model="m", messages=HELLO)
-        with pytest.raises(openai.PermissionDeniedError, match="rollout.max_turns"):
+        with pytest.raises(openai.PermissionDeniedError, match=r"rollout\.max_turns"):
             await client.chat.completions.create(model="m", messages=HELLO)
         assert session.cut == "turns"
 
@@ -284,7 +286,9 @@ def test_requests_at_once_share_the_episodes_tokens_and_none_exceeds_them():
     limit = prompt + 2 * 10 + 5
 
     async def run():
-        session = Session(terms(max_tokens=limit, max_turn_tokens=10), RENDERER, ScriptedGenerate([0.01, says("a" * 50), 0.01, says("b"), 0.01, says("c")]))
+        session = Session(
+            terms(max_tokens=limit, max_turn_tokens=10), RENDERER, ScriptedGenerate([0.01, says("a" * 50), 0.01, says("b"), 0.01, says("c")])
+        )
         outcomes = await asyncio.gather(*(session.chat(ChatRequest(HELLO)) for _ in range(4)), return_exceptions=True)
         return session, outcomes
 

@@ -47,7 +47,9 @@ def echo(answer, rng):
         message["content"] = ""
     for call in message.get("tool_calls", ()):
         call["id"] = f"own-{rng.randrange(10)}"
-        call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=rng.choice([None, 2]), sort_keys=rng.random() < 0.5)
+        call["function"]["arguments"] = json.dumps(
+            json.loads(call["function"]["arguments"]), indent=rng.choice([None, 2]), sort_keys=rng.random() < 0.5
+        )
     if message["content"] and rng.random() < 0.3:
         message["content"] = message["content"].strip()
     return message
@@ -90,11 +92,14 @@ class Player:
             await self.ask(known, ())
         elif kind == "shorten":
             last = max(index for index, message in enumerate(known) if message["role"] != "assistant")
-            await self.ask(known[: rng.randrange(1, last + 1)] + [user("again")])
+            await self.ask([*known[: rng.randrange(1, last + 1)], user("again")])
 
 
 @settings(max_examples=60)
-@given(st.lists(st.sampled_from(["new", "continue", "continue", "retry", "at_once", "edit", "tools", "shorten"]), min_size=1, max_size=12), st.integers(0, 2**32))
+@given(
+    st.lists(st.sampled_from(["new", "continue", "continue", "retry", "at_once", "edit", "tools", "shorten"]), min_size=1, max_size=12),
+    st.integers(0, 2**32),
+)
 def test_every_sampled_token_trains_once_with_its_own_record(kinds, seed):
     rng = random.Random(seed)
 
@@ -200,5 +205,3 @@ def test_a_stop_string_ends_the_turn_at_the_token_that_completes_it():
     text = RENDERER.encoder.decode(row.token_ids.tolist())
     assert "hello ok<|im_end|>\n<|im_start|>user\nmore" in text
     assert session.counts["gateway/tokens_after_stop"] > 0
-
-
