@@ -23,6 +23,7 @@ from sao.environment import AgentProgram, Message, StepResult
 from sao.errors import EnvironmentFailure, SystemFailure, UserError
 from sao.gateway.server import Gateway
 from sao.gateway.session import Session, Terms
+from sao.rollout.last_words import named
 from sao.tasks.target import one_line
 from sao.timeouts import time_limit
 from sao.trajectory import EpisodeId, FinishReason, Trajectory
@@ -37,12 +38,21 @@ class _OutOfTime(Exception):
     """The episode's deadline passed."""
 
 
-async def run_program(terms: Terms, program: AgentProgram, gateway: Gateway, *, episode_id: EpisodeId, admitted_version: int) -> Trajectory:
+async def run_program(
+    terms: Terms,
+    program: AgentProgram,
+    gateway: Gateway,
+    *,
+    episode_id: EpisodeId,
+    admitted_version: int,
+    record: Callable[[str], None] = lambda name: None,
+) -> Trajectory:
     """Run one episode and close its program, exactly once, whatever happens.
 
+    record: hears which episode's code runs (`sao.rollout.last_words`); the program's runs in a task of its own.
     Raises SystemFailure subclasses with `sampled_tokens` and `trajectory` set; UserError passes through; cancellation passes through after closing.
     """
-    episode = _Episode(terms, program, gateway)
+    episode = _Episode(terms, program, gateway, record)
     try:
         try:
             await episode.attempt("prepare", program.prepare)
@@ -60,8 +70,8 @@ async def run_program(terms: Terms, program: AgentProgram, gateway: Gateway, *, 
 
 
 class _Episode:
-    def __init__(self, terms: Terms, program: AgentProgram, gateway: Gateway) -> None:
-        self.terms, self.program, self.gateway = terms, program, gateway
+    def __init__(self, terms: Terms, program: AgentProgram, gateway: Gateway, record: Callable[[str], None]) -> None:
+        self.terms, self.program, self.gateway, self.record = terms, program, gateway, record
         self.name = type(program).__name__
         self.session: Session | None = None
         self.result = StepResult()
@@ -106,7 +116,7 @@ class _Episode:
 
     async def _while_served(self, session: Session, call: Callable[[], Awaitable[_T]]) -> _T:
         """Await the program's own code until its time is up or the session is lost, whichever comes first; then it is cancelled."""
-        running = asyncio.ensure_future(self.attempt("run", call))
+        running = asyncio.ensure_future(_settled(named(self.attempt("run", call), self.terms.name, self.record)))
         lost = asyncio.ensure_future(session.broken.wait())
         limit = time_limit(max(session.time_left(), 0.0), session.outage_s)
         try:
@@ -194,3 +204,8 @@ class _Episode:
             metrics=metrics | {f"env/{key}": value for key, value in number_items(self.result.info).items()},
             info=info,
         )
+
+
+async def _settled(work: Awaitable[_T]) -> _T:
+    """An awaitable as the coroutine that a task is made of."""
+    return await work

@@ -23,7 +23,7 @@ from sao.learner.protocol import DROPPED, FROZEN, MASK_REASONS, NON_FINITE, REJE
 from sao.report.dropped import Dropped, read_dropped, read_tokens
 from sao.report.rundata import RunData, load_run_settings
 from sao.report.store import StoredEpisode, read_columns, read_trajectories, stored_steps
-from sao.report.tokens import TokenText, makers, tokenizer_candidates
+from sao.report.tokens import TokenText, makers, segment_title, tokenizer_candidates
 from sao.trajectory import EpisodeId, Segment, Trajectory
 
 _STYLES = {
@@ -232,7 +232,7 @@ class _View:
             self._say("the run's tokenizer was not found; token ids are shown", "yellow")
         for index, segment in enumerate(t.segments):
             if len(t.segments) > 1:
-                self.console.print(Text(f"\nsegment {index}", style="bold"))
+                self.console.print(Text(f"\n{segment_title(index, segment)}", style="bold"))
             pieces = self.text.pieces(segment.token_ids.tolist())
             made, record = makers(segment, pieces, t.info.get("messages", ())), records[index]
             reason = record.mask_reason if record is not None else np.where(segment.action_mask, DROPPED, NON_FINITE)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sao.learner.protocol import MASK_REASONS
 from sao.report.rundata import RunData
 from sao.report.store import StoredEpisode, read_trajectories
-from sao.report.tokens import TokenText
+from sao.report.tokens import TokenText, segment_title
 
 # Tokens shown of one segment; the middle of a longer one is left out.
 SHOWN_TOKENS = 1600
@@ -123,7 +123,7 @@ def _segment_html(episode: StoredEpisode, index: int, text: TokenText, key: str)
             "adv": _numbers(record.advantages[shown]),
             "ret": _numbers(record.returns[shown]),
         }
-    head = f"<p class='note'>segment {index}</p>" if len(episode.trajectory.segments) > 1 else ""
+    head = f"<p class='note'>{segment_title(index, segment)}</p>" if len(episode.trajectory.segments) > 1 else ""
     missing = "" if record is not None else "<p class='missing'>the learner kept no record of this segment</p>"
     payload = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return (

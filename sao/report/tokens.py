@@ -74,6 +74,14 @@ def tokenizer_candidates(run_dir: Path, config: dict[str, Any], command: dict[st
     return [*(checkpoint / "policy" for checkpoint in kept), str(command.get("model") or ""), str(configured or "")]
 
 
+def segment_title(index: int, segment: Segment) -> str:
+    """What a segment is called, and where it branches off another."""
+    if segment.parent is None:
+        return f"segment {index}"
+    above, position = segment.parent
+    return f"segment {index}, which branches off segment {above} after {position + 1} tokens"
+
+
 def makers(segment: Segment, pieces: Sequence[str], messages: Sequence[Mapping[str, Any]] = ()) -> NDArray[np.str_]:
     """Who made each token: `policy` (sampled), `prompt` and `environment` (a message's text, before and after the first sampled token), `earlier`
     (a turn of an earlier segment, read again), or `template` (what the chat template puts around them).

@@ -117,7 +117,7 @@ class EpisodeWorker:
             purpose=request.purpose,
             pinned_version=request.version if request.pinned else None,
         )
-        return await run_program(terms, program, self.gateway, episode_id=request.episode_id, admitted_version=request.version)
+        return await run_program(terms, program, self.gateway, episode_id=request.episode_id, admitted_version=request.version, record=self.record)
 
     def _sampling(self, request: EpisodeRequest) -> SamplingSpec:
         sampling = self.config.rollout.sampling
