@@ -109,13 +109,14 @@ def learn_by_heart(directory):
     ).float()  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     examples = [demonstration_tokens(renderer, messages, [tool]) for messages, tool in ((SUM, ADD), (MINI, BASH))]
-    for _ in range(150):
+    for _ in range(120):
         for ids, mask in examples:
             tokens, wanted = torch.tensor([ids]), torch.tensor(mask)
             logits = model(tokens, use_cache=False).logits[0, :-1][wanted[1:]]
             torch.nn.functional.cross_entropy(logits, tokens[0, 1:][wanted[1:]]).backward()
         optimizer.step()
         optimizer.zero_grad()
+    model.model.norm.weight.data *= 4  # sure of itself: sampled at temperature 1, it hardly ever strays
     model.eval().save_pretrained(directory)
     return model, renderer
 
@@ -151,7 +152,7 @@ def play(policy, program, payload=None, **limits):
     for row in trajectory.segments:
         expected = reference(model, row.token_ids[:1], row.token_ids[1:])
         at = np.flatnonzero(row.action_mask)
-        assert np.abs(expected[at - 1] - row.logprobs[at]).max() < 2e-4
+        assert np.abs(expected[at - 1] - row.logprobs[at]).max() < 5e-4
         assert set(row.versions[at].tolist()) == {0}
     assert sum(t.output_tokens for t in trajectory.timings) == trajectory.sampled_tokens == sum(row.action_tokens for row in trajectory.segments)
     return trajectory

@@ -162,6 +162,34 @@ def test_an_engine_that_fails_ends_the_program_at_once_and_the_failure_is_the_en
     assert time.monotonic() - began < 8
 
 
+async def leaves_early(row, variables):
+    body = b'{"messages": [{"role": "user", "content": "hello"}]}'
+    address = variables["OPENAI_BASE_URL"].removeprefix("http://").removesuffix("/v1")
+    _, writer = await asyncio.open_connection(*address.split(":"))
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {variables['OPENAI_API_KEY']}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    writer.write(head.encode() + body)
+    await writer.drain()
+    await asyncio.sleep(0.05)
+    writer.close()
+
+
+def test_what_a_program_left_to_be_sampled_still_counts_and_still_fails():
+    async def slow(request):
+        await asyncio.sleep(0.2)
+        return await forty_two(request)
+
+    async def late(request):
+        await asyncio.sleep(0.2)
+        raise EngineFailure("engine e0 is gone")
+
+    trajectory = play(program(function=f"{__name__}:leaves_early"), slow)
+    assert trajectory.sampled_tokens == 3 and trajectory.metrics["gateway/disconnects"] == 1
+    with pytest.raises(EngineFailure, match="e0 is gone"):
+        play(program(function=f"{__name__}:leaves_early"), late)
+
+
 DAEMON = """
 ask()
 pid = os.fork()

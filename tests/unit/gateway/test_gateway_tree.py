@@ -161,6 +161,17 @@ def test_sub_agents_that_go_on_from_one_turn_share_it_and_it_trains_in_the_first
     assert session.counts["gateway/branches"] == 1
 
 
+def test_two_that_were_answered_alike_go_on_as_two():
+    async def play(ask):
+        said = await ask([user("hello")])
+        assert said == await ask([user("hello")])
+        await ask([*said, user("x")])
+        await ask([*said, user("y")])
+
+    first, second = rows(replay([says("a"), says("a"), says("x"), says("y")], play))
+    assert first.sampled_tokens == second.sampled_tokens == 2 * len(says("a"))
+
+
 def test_an_edited_answer_of_the_policy_is_context_of_a_new_root():
     async def play(ask):
         said = await ask([user("hello")])
