@@ -115,7 +115,7 @@ class ProgramEnvironment:
     def tools(self) -> Sequence[Mapping[str, Any]]:
         """The tools of the environment in `tasks`, for a warm start; a program brings its own."""
         target, args = self.others
-        return load_environment(target, TASKS)(self.task, **args).tools() if target else ()  # type: ignore[no-any-return]
+        return load_environment(target, TASKS)(self.task, **args).tools() if target else ()
 
     @classmethod
     def generate_payload(cls, rng: random.Random, split: str, *, tasks: str = "", tasks_args: Mapping[str, Any] | None = None, **own: Any) -> Any:

@@ -19,9 +19,9 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 NOT_STARTED = 127
 
 
-def descendants(root):
+def descendants(root: int) -> list[int]:
     """Pids below `root`, from one look at /proc."""
-    children = {}
+    children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
@@ -38,7 +38,7 @@ def descendants(root):
     return found
 
 
-def reap(codes):
+def reap(codes: dict[int, int]) -> bool:
     """Collect every child that has ended; False when there is none left at all."""
     while True:
         try:
@@ -50,7 +50,7 @@ def reap(codes):
         codes[pid] = os.waitstatus_to_exitcode(status)
 
 
-def end_all(codes):
+def end_all(codes: dict[int, int]) -> None:
     """Kill until nothing is left: what forks meanwhile is met at the next look."""
     while reap(codes):
         for pid in descendants(os.getpid()):
@@ -59,7 +59,7 @@ def end_all(codes):
         time.sleep(0.002)
 
 
-def start(command, libc):
+def start(command: list[str], libc: ctypes.CDLL) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -75,13 +75,13 @@ def start(command, libc):
     os._exit(NOT_STARTED)
 
 
-def main():
+def main() -> None:
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake)
-    codes = {}
+    codes: dict[int, int] = {}
     program = start(sys.argv[1:], libc)
     while program not in codes:
         ready, _, _ = select.select([0, woken], [], [])

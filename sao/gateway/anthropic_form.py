@@ -83,9 +83,11 @@ def events(answer: Answer, model: str) -> Iterator[dict[str, Any]]:
     yield {"type": "message_start", "message": start}
     for index, block in enumerate(whole["content"]):
         if block["type"] == "text":
-            empty, delta = {"type": "text", "text": ""}, {"type": "text_delta", "text": block["text"]}
+            empty: dict[str, Any] = {"type": "text", "text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
         else:
-            empty, delta = {**block, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
+            empty = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
         yield {"type": "content_block_start", "index": index, "content_block": empty}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}

@@ -194,7 +194,7 @@ class Gateway:
         neutral = openai_form.SETTINGS
         asked = {name: params[name] for name in neutral if params.get(name) is not None and params[name] not in neutral[name]}
         turn, generation = await request[_SESSION].continue_tokens(ids, count(params.get("max_tokens"), "max_tokens"), asked)
-        content = [
+        content: list[dict[str, Any]] = [
             {"token": f"token_id:{token}", "logprob": float(logprob), "bytes": None, "top_logprobs": []}
             for token, logprob in zip(turn.ids.tolist(), turn.logprobs, strict=True)
         ]

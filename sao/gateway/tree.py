@@ -45,8 +45,8 @@ class Turn:
     children: list[Turn] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.begin = 0 if self.parent is None else self.parent.end  # position of its first context token in its rows
-        self.end = self.begin + len(self.context) + len(self.ids)
+        self.begin: int = 0 if self.parent is None else self.parent.end  # position of its first context token in its rows
+        self.end: int = self.begin + len(self.context) + len(self.ids)
 
     def path(self) -> list[Turn]:
         """From the root to this turn."""

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,35 +40,36 @@ class Words:
 
     stop_ids = (0,)
 
-    def open(self, messages, tools):
+    def open(self, messages: Any, tools: Any) -> Any:
         return [ord(c) for message in messages for c in message["content"] + "\n"]
 
-    def delta(self, turn_ids, messages):
+    def delta(self, turn_ids: Any, messages: Any) -> Any:
         return self.open(messages, ())
 
-    def text(self, turn_ids):
+    def text(self, turn_ids: Any) -> Any:
         return "".join(chr(token) for token in turn_ids if token)
 
-    def count_markers(self, messages):
+    def count_markers(self, messages: Any) -> Any:
         return 0
 
 
-async def forty_two(request):
+async def forty_two(request: Any) -> Any:
     ids = np.asarray([ord("4"), ord("2"), 0], np.int32)
     return Generation(ids, np.full(3, -0.5, np.float32), np.zeros(3, np.int32), "stop")
 
 
-async def is_42(completion, row):
+async def is_42(completion: Any, row: Any) -> Any:
     return float(completion.strip() == "42" and row["question"] == "?")
 
 
-async def no_number(completion, row):
+async def no_number(completion: Any, row: Any) -> Any:
     return "many"
 
 
-def play(program, generate=forty_two, **limits):
-    async def episode():
-        gateway = Gateway(GatewayConfig(), Words(), generate)
+def play(program: Any, generate: Any = forty_two, **limits: Any) -> Any:
+    async def episode() -> Any:
+        words: Any = Words()
+        gateway = Gateway(GatewayConfig(), words, generate)
         terms = Terms("train-3.0", program.task, Limits(**{"time_limit_s": 20.0, **limits}), SamplingSpec(stop=(0,)))
         try:
             return await run_program(terms, program, gateway, episode_id=EpisodeId(3), admitted_version=0)
@@ -78,12 +80,12 @@ def play(program, generate=forty_two, **limits):
     return asyncio.run(episode())
 
 
-def program(script="", *, reward="is_42", **args):
+def program(script: Any = "", *, reward: Any = "is_42", **args: Any) -> Any:
     command = {} if "function" in args else {"command": [sys.executable, "-c", ASK + script]}
     return ProgramEnvironment(Task("t-1", "program", {"question": "?"}), reward={"function": f"{__name__}:{reward}"}, **command, **args)
 
 
-def gone(pid):
+def gone(pid: Any) -> Any:
     """Whether a process has ended, or will not run again."""
     for _ in range(200):
         try:
@@ -96,19 +98,19 @@ def gone(pid):
     return False
 
 
-def test_a_program_that_knows_the_base_url_makes_a_trajectory_and_is_scored():
+def test_a_program_that_knows_the_base_url_makes_a_trajectory_and_is_scored() -> None:
     trajectory = play(program("ask()"))
     assert (trajectory.reward, str(trajectory.finish), trajectory.action_tokens) == (1.0, "terminal", 3)
     assert trajectory.metrics["gateway/requests"] == trajectory.metrics["turns"] == 1
     assert [message["content"] for message in trajectory.info["messages"]] == ["hello", "42"]
 
 
-def test_its_output_is_scored_where_that_is_asked_for():
+def test_its_output_is_scored_where_that_is_asked_for() -> None:
     assert play(program("ask(); print(42)", scored="output")).reward == 1.0
     assert play(program("ask(); print(43)", scored="output")).reward == 0.0
 
 
-def test_it_is_given_the_task_and_a_directory_of_its_own_and_none_of_the_trainers_secrets(monkeypatch):
+def test_it_is_given_the_task_and_a_directory_of_its_own_and_none_of_the_trainers_secrets(monkeypatch: Any) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     script = """
 ask()
@@ -122,7 +124,7 @@ open("x", "w").write("y"); print(os.getcwd())
     assert one._directory is not None and not one._directory.exists()
 
 
-def test_an_exit_code_is_a_failure_with_the_end_of_standard_error_and_what_was_sampled():
+def test_an_exit_code_is_a_failure_with_the_end_of_standard_error_and_what_was_sampled() -> None:
     with pytest.raises(EnvironmentFailure, match=r"ended with exit code 3: .*it broke") as failed:
         play(program("ask(); sys.stderr.write('x' * 100_000 + 'it broke'); sys.exit(3)"))
     assert failed.value.sampled_tokens == 3 and failed.value.trajectory.finish.kind == "failed" and len(str(failed.value)) < 3000
@@ -130,20 +132,20 @@ def test_an_exit_code_is_a_failure_with_the_end_of_standard_error_and_what_was_s
         play(ProgramEnvironment(Task("t", "program", {}), command="no-such-program --x", reward={"function": f"{__name__}:is_42"}))
 
 
-def test_one_that_never_asks_or_whose_reward_is_no_number_has_failed_and_is_not_worth_0():
+def test_one_that_never_asks_or_whose_reward_is_no_number_has_failed_and_is_not_worth_0() -> None:
     trajectory = play(program("pass"))
     assert str(trajectory.finish) == "failed: no_action_tokens" and "without a request" in trajectory.info["failure"]
     with pytest.raises(RewardFailure, match="not a number"):
         play(program("ask()", reward="no_number"))
 
 
-def test_a_program_over_time_is_killed_and_its_episode_truncated():
+def test_a_program_over_time_is_killed_and_its_episode_truncated() -> None:
     began = time.monotonic()
     trajectory = play(program("ask(); import time; time.sleep(60)"), time_limit_s=1.5)
     assert str(trajectory.finish) == "truncated: time" and trajectory.reward == 0.0 and time.monotonic() - began < 8
 
 
-def test_a_limit_that_ends_a_program_is_the_policys_doing_not_a_failure():
+def test_a_limit_that_ends_a_program_is_the_policys_doing_not_a_failure() -> None:
     trajectory = play(program("ask(); ask()"), max_turns=1)
     assert str(trajectory.finish) == "truncated: turns" and trajectory.reward == 0.0
     handled = play(program("ask()\ntry: ask()\nexcept Exception: pass"), max_turns=1)
@@ -152,8 +154,8 @@ def test_a_limit_that_ends_a_program_is_the_policys_doing_not_a_failure():
     assert str(long.finish) == "failed: prompt_too_long" and "5001" in long.info["failure"]
 
 
-def test_an_engine_that_fails_ends_the_program_at_once_and_the_failure_is_the_engines():
-    async def lost(request):
+def test_an_engine_that_fails_ends_the_program_at_once_and_the_failure_is_the_engines() -> None:
+    async def lost(request: Any) -> Any:
         raise EngineFailure("engine e0 is gone")
 
     began = time.monotonic()
@@ -162,7 +164,7 @@ def test_an_engine_that_fails_ends_the_program_at_once_and_the_failure_is_the_en
     assert time.monotonic() - began < 8
 
 
-async def leaves_early(row, variables):
+async def leaves_early(row: Any, variables: Any) -> Any:
     body = b'{"messages": [{"role": "user", "content": "hello"}]}'
     address = variables["OPENAI_BASE_URL"].removeprefix("http://").removesuffix("/v1")
     _, writer = await asyncio.open_connection(*address.split(":"))
@@ -175,12 +177,12 @@ async def leaves_early(row, variables):
     writer.close()
 
 
-def test_what_a_program_left_to_be_sampled_still_counts_and_still_fails():
-    async def slow(request):
+def test_what_a_program_left_to_be_sampled_still_counts_and_still_fails() -> None:
+    async def slow(request: Any) -> Any:
         await asyncio.sleep(0.2)
         return await forty_two(request)
 
-    async def late(request):
+    async def late(request: Any) -> Any:
         await asyncio.sleep(0.2)
         raise EngineFailure("engine e0 is gone")
 
@@ -212,11 +214,11 @@ print(*[pid for pid in os.listdir("/proc") if pid.isdigit() and ours(pid)])
 """
 
 
-def test_daemons_of_a_program_end_with_it():
-    seen = []
+def test_daemons_of_a_program_end_with_it() -> None:
+    seen: list[int] = []
 
     class Watching(ProgramEnvironment):
-        async def score(self, messages, output):
+        async def score(self, messages: Any, output: Any) -> Any:
             seen.extend(int(pid) for pid in output.split())
             return await super().score(messages, output)
 
@@ -226,10 +228,10 @@ def test_daemons_of_a_program_end_with_it():
     assert all(map(gone, seen))
 
 
-def test_a_cancelled_program_ends_with_its_daemons_and_so_does_one_whose_worker_dies(tmp_path):
+def test_a_cancelled_program_ends_with_its_daemons_and_so_does_one_whose_worker_dies(tmp_path: Any) -> None:
     script = "import os, time; print(os.getpid()) if os.fork() else os.setsid(); open(f'pid{os.getpid()}', 'w'); time.sleep(60)"
 
-    async def cancelled():
+    async def cancelled() -> None:
         running = asyncio.ensure_future(run_command([sys.executable, "-c", script], tmp_path, {}))
         while len(list(tmp_path.glob("pid*"))) < 2:  # noqa: ASYNC110 - another process says so, by a file
             await asyncio.sleep(0.01)
@@ -255,8 +257,8 @@ asyncio.run(run_command([{sys.executable!r}, "-c", {script!r}], pathlib.Path({st
     assert all(gone(int(path.name[3:])) for path in tmp_path.glob("pid*"))
 
 
-def test_only_so_many_programs_run_at_once_and_waiting_for_a_place_is_not_their_time():
-    async def both():
+def test_only_so_many_programs_run_at_once_and_waiting_for_a_place_is_not_their_time() -> None:
+    async def both() -> None:
         one, other = (program("pass", at_once=1) for _ in range(2))
         await one.prepare()
         waiting = asyncio.ensure_future(other.prepare())
@@ -269,10 +271,10 @@ def test_only_so_many_programs_run_at_once_and_waiting_for_a_place_is_not_their_
     asyncio.run(both())
 
 
-async def asks_twice(row, variables):
+async def asks_twice(row: Any, variables: Any) -> Any:
     import urllib.request
 
-    def ask():
+    def ask() -> Any:
         body = json.dumps({"messages": [{"role": "user", "content": row["question"]}]}).encode()
         request = urllib.request.Request(
             f"{variables['OPENAI_BASE_URL']}/chat/completions", body, {"Authorization": f"Bearer {variables['OPENAI_API_KEY']}"}
@@ -283,18 +285,18 @@ async def asks_twice(row, variables):
     return await asyncio.to_thread(ask)
 
 
-async def raises(row, variables):
+async def raises(row: Any, variables: Any) -> Any:
     raise ValueError("no such thing")
 
 
-def test_a_function_of_this_process_is_an_agent_too():
+def test_a_function_of_this_process_is_an_agent_too() -> None:
     trajectory = play(program(function=f"{__name__}:asks_twice"))
     assert trajectory.reward == 1.0 and len(trajectory.segments) == 2
     with pytest.raises(EnvironmentFailure, match="ValueError: no such thing"):
         play(program(function=f"{__name__}:raises"))
 
 
-def test_settings_that_make_no_sense_are_named():
+def test_settings_that_make_no_sense_are_named() -> None:
     for args, said in (
         ({}, "env.args.command or env.args.function"),
         ({"command": "a", "function": "b:c"}, "one of them"),
