@@ -174,6 +174,15 @@ class EnvConfig:
 
 
 @dataclass
+class GatewayConfig:
+    """The HTTP server through which agent programs reach the policy (env=program); every episode worker has one while it needs it."""
+
+    sampling: str = "override"  # override | reject: settings a client asks for otherwise than the run samples (an override is counted and logged)
+    host: str = "127.0.0.1"  # address to listen on; what reaches it reaches the policy with a session's key alone, in clear text
+    max_body_mb: float = 8.0  # largest request
+
+
+@dataclass
 class PhaseConfig:
     """A stretch of a stream in which one thing is rewarded."""
 
@@ -316,6 +325,7 @@ class Config:
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
     data: DataConfig = field(default_factory=DataConfig)
     online: OnlineConfig = field(default_factory=OnlineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -43,6 +43,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "learner.device": ("auto", "cpu", "cuda"),
     "learner.sharing": ("off", "packed"),
     "reward.mode": ("auto", "async", "process"),
+    "gateway.sampling": ("override", "reject"),
     "eval.placement": ("hold", "replica"),
     "logger.wandb": ("offline", "online", "disabled"),
     "logger.trajectories": ("all", "none"),
@@ -338,7 +339,7 @@ def _check_ranges(config: Config) -> None:
         "rollout.max_turns", "rollout.max_turn_tokens", "rollout.max_tokens", "rollout.observation_limit", "rollout.compact_at", "rollout.compact_keep",
         "rollout.summary_tokens", "rollout.max_compactions", "data.max_prompt_chars", "learner.tokens_per_micro_batch",
         "learner.threads", "learner.timeout_s", "reward.timeout_s", "reward.processes", "eval.tasks", "eval.samples", "algo.alpha",
-        "warmstart.steps", "warmstart.batch_size", "launcher.silence_s", "checkpoint.keep",
+        "warmstart.steps", "warmstart.batch_size", "launcher.silence_s", "checkpoint.keep", "gateway.max_body_mb",
     )  # fmt: skip
     for key in positive:
         _refuse(value_of(config, key) <= 0, f"{key}={value_of(config, key)} must be above 0")
@@ -448,6 +449,10 @@ def _check_combinations(config: Config, training: bool) -> None:
         config.run.phase == "critic" and config.eval.every > 0,
         f"eval.every={config.eval.every} with run.phase=critic would evaluate a policy that never changes; set eval.at_start instead",
     )
+    if config.env.name == "program" and not config.data.mixture:
+        own = config.env.args.get("reward")
+        scored = config.reward.function or (isinstance(own, dict) and own.get("function"))
+        _refuse(not scored, "env=program needs a score: set reward=package.module:function")
     if config.env.name == "single_turn" and not config.data.mixture:
         paths = [config.data.path, config.env.data_path] + ([] if training else [config.data.eval_path, config.env.eval_path])
         _refuse(

@@ -99,3 +99,30 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Release what the episode held. Called exactly once, also after a failure."""
         ...
+
+
+@runtime_checkable
+class AgentProgram(Protocol):
+    """An agent that asks the policy itself, over HTTP, instead of being asked: built as `Class(task, **env.args)`, used for one episode.
+
+    It stands where an `Environment` may (`env.target`). What it asks is recorded by the gateway (`sao.gateway`) and becomes the trajectory.
+    """
+
+    async def prepare(self) -> None:
+        """Wait for whatever has to be there (a free place, a sandbox) before the episode's clock starts."""
+        ...
+
+    async def run(self, variables: Mapping[str, str]) -> Any:
+        """Play the episode and return what it came to, for `score`. variables: OPENAI_BASE_URL, OPENAI_API_KEY and so on.
+
+        Cancelled when the time is up or the engine is lost. Whatever it raises is a failure of the environment, unless a limit had cut the agent off.
+        """
+        ...
+
+    async def score(self, messages: Sequence[Message], output: Any) -> StepResult:
+        """The episode's reward. messages: the conversation that ends with the turn sampled last; output: what `run` returned. `observation` is not read."""
+        ...
+
+    async def close(self) -> None:
+        """Release what the episode held. Called exactly once, also after a failure."""
+        ...

@@ -82,6 +82,12 @@ class EnvironmentFailure(SystemFailure):
     reason = "environment"
 
 
+class GatewayFailure(SystemFailure):
+    """The gateway could not serve an agent's request, through no fault of the agent's."""
+
+    reason = "gateway"
+
+
 class RewardFailure(SystemFailure):
     """A reward function raised, hung, crashed its process, or returned something that is not a finite number."""
 

@@ -1,4 +1,5 @@
-"""An episode worker: builds the environment of a task, runs the turn loop against the engine pool, returns a trajectory or a typed failure."""
+"""An episode worker: builds the environment of a task, runs the turn loop against the engine pool (or an agent program against the gateway), returns a
+trajectory or a typed failure."""
 
 from __future__ import annotations
 
@@ -6,20 +7,25 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from sao.agents.limits import Limits
 from sao.agents.renderer import generation_stop_ids, load_renderer
 from sao.agents.tokenizer import load_tokenizer
 from sao.agents.turns import run_episode
 from sao.config import Config, EnvConfig
-from sao.environment import Environment
+from sao.environment import AgentProgram
 from sao.errors import EnvironmentFailure, SystemFailure, UserError
 from sao.inference.pool import EngineHandle, EnginePool
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
 from sao.rollout.last_words import named
 from sao.rollout.staleness import Finished
 from sao.tasks.source import environment_args, load_environment
+from sao.tasks.target import is_program
 from sao.trajectory import SamplingSpec, Trajectory
+
+if TYPE_CHECKING:
+    from sao.gateway.server import Gateway
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +49,7 @@ class EpisodeWorker:
         model, stops = config.model, generation_stop_ids(model_path)
         self.renderer = load_renderer(model.renderer, tokenizer, reasoning=model.reasoning, thinking=model.thinking, extra_stop_ids=stops)
         self.pool = EnginePool(engines, wait_s=config.engine.start_timeout_s)
+        self.gateway: Gateway | None = None  # made for the first agent program
         self.limits = Limits.of(config)
 
     async def run(self, request: EpisodeRequest) -> tuple[Finished[None] | EpisodeFailure, Trajectory | None]:
@@ -67,11 +74,13 @@ class EpisodeWorker:
         environment_class, args = self.environments[request.task.environment]
         self.record(request.name, f"{environment_class.__name__}.__init__")
         try:
-            environment: Environment = environment_class(request.task, **args)
+            environment = environment_class(request.task, **args)
         except Exception as error:
             raise EnvironmentFailure(
                 f"{environment_class.__name__} could not be built for task {request.task.task_id}: {type(error).__name__}: {error}"
             ) from error
+        if is_program(environment_class):
+            return await self._program(request, environment)
         return await run_episode(
             request.task,
             environment,
@@ -87,6 +96,24 @@ class EpisodeWorker:
             record=partial(self.record, request.name),
         )
 
+    async def _program(self, request: EpisodeRequest, program: AgentProgram) -> Trajectory:
+        from sao.gateway.episode import run_program
+        from sao.gateway.server import Gateway
+        from sao.gateway.session import Terms
+
+        if self.gateway is None:
+            self.gateway = Gateway(self.config.gateway, self.renderer, self.pool.generate, self.pool.outage_s)
+        terms = Terms(
+            name=request.name,
+            task=request.task,
+            limits=self.limits,
+            sampling=self._sampling(request),
+            settings=self.config.gateway.sampling,
+            purpose=request.purpose,
+            pinned_version=request.version if request.pinned else None,
+        )
+        return await run_program(terms, program, self.gateway, episode_id=request.episode_id, admitted_version=request.version, record=self.record)
+
     def _sampling(self, request: EpisodeRequest) -> SamplingSpec:
         sampling = self.config.rollout.sampling
         return SamplingSpec(
@@ -100,6 +127,8 @@ class EpisodeWorker:
         )
 
     async def close(self) -> None:
+        if self.gateway is not None:
+            await self.gateway.close()
         for environment_class, _ in self.environments.values():
             shutdown = getattr(environment_class, "shutdown", None)
             if shutdown is not None:

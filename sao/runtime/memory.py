@@ -33,6 +33,7 @@ RAY_MB = 950  # the driver, the GCS, the raylet, and Ray's five helpers
 ENGINE_RUNTIME_MB = 1350
 LEARNER_RUNTIME_MB = 550
 WORKER_RUNTIME_MB = 240
+PROGRAM_MB, PROGRAMS_AT_ONCE = 85, 4  # a Python program with the openai client and its keeper; default of env.args.at_once
 LEAST_OBJECT_STORE_MB = 256
 # Mirror sao.learner.scoring.LOGIT_ELEMENTS (not imported: that module loads torch): logits of one chunk, and how often they exist at once.
 LOGIT_ELEMENTS, LOGIT_COPIES = 1 << 24, 4
@@ -101,8 +102,10 @@ def activation_bytes(config: Config, model: ModelFacts) -> int:
     return saved + logits
 
 
-def worker_parts(model: ModelFacts) -> Parts:
-    return {"runtime": WORKER_RUNTIME_MB}
+def worker_parts(config: Config, model: ModelFacts) -> Parts:
+    """`programs`: what agent programs that are processes take beside it (env=program alone; those of a mixture are not counted)."""
+    programs = int(config.env.args.get("at_once", PROGRAMS_AT_ONCE)) if config.env.name == "program" and config.env.args.get("command") else 0
+    return {"runtime": WORKER_RUNTIME_MB, **({"programs": PROGRAM_MB * programs} if programs else {})}
 
 
 def _trained(config: Config, name: str) -> bool:

@@ -31,6 +31,7 @@ LOWER = {
     "activations": "learner.tokens_per_micro_batch",
     "engine": "engine.replicas",
     "worker": "rollout.workers",
+    "programs": "env.args.at_once",
 }
 
 
@@ -136,7 +137,7 @@ def make_plan(config: Config, model: ModelFacts, here: Machine, *, training: boo
         on_gpu = on_gpu and config.learner.device != "cpu"
         what = f"policy{' and critic' if needs_critic(config.algo) else ''} of {model.parameters / 1e6:.1f} M parameters"
         actors.append(PlannedActor("learner", config.learner.threads, what, learner_parts(config, model, on_gpu=on_gpu)))
-    actors += [PlannedActor(f"worker-{i}", 1, "episodes", worker_parts(model)) for i in range(config.rollout.workers)]
+    actors += [PlannedActor(f"worker-{i}", 1, "episodes", worker_parts(config, model)) for i in range(config.rollout.workers)]
     return Plan(actors, here)
 
 

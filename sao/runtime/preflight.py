@@ -20,7 +20,7 @@ from sao.runtime.models import ModelFacts, facts
 from sao.runtime.run_folder import refuse_used
 from sao.runtime.saved import FINAL
 from sao.tasks.source import environment_args, load_environment
-from sao.tasks.target import one_line
+from sao.tasks.target import is_program, one_line
 
 RESET_LIMIT_S = 10.0
 VALUE_HEAD = "value_head.safetensors"  # as `sao.learner.models.save_critic` writes it
@@ -66,8 +66,22 @@ def check_openings(config: Config, env_configs: Sequence[EnvConfig], tasks: Sequ
     """
     for env in env_configs:
         own = [task for task in tasks if task.environment == env.name]
+        if is_program(load_environment(env.target)):
+            _build_program(env, environment_args(env, config.reward), own[:1])  # what it will ask is known when it runs
+            continue
         lengths = asyncio.run(_prompt_lengths(env, environment_args(env, config.reward), own, renderer))
         _check_room(config, env.name, lengths)
+
+
+def _build_program(env: EnvConfig, args: dict[str, Any], tasks: Sequence[Task]) -> None:
+    """Raises ConfigError where an agent program cannot be built for a task."""
+    for task in tasks:
+        try:
+            load_environment(env.target)(task, **args)
+        except UserError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"env={env.name} cannot be built for task {task.task_id} ({one_line(error)}); mend the class or env.args") from error
 
 
 def _check_room(config: Config, name: str, lengths: Sequence[int]) -> None:

@@ -12,6 +12,9 @@ from typing import Any
 
 from sao.errors import ConfigError
 
+ENVIRONMENT = ("reset", "step", "tools", "close")  # methods of sao.environment.Environment
+PROGRAM = ("prepare", "run", "score", "close")  # of sao.environment.AgentProgram
+
 
 def one_line(error: BaseException, limit: int = 300) -> str:
     """`Type: message` of an exception, on one line and at most `limit` characters."""
@@ -61,15 +64,24 @@ def load_target(target: str, key: str) -> Any:
 def load_environment(target: str, key: str = "env.target") -> type:
     """Import an environment class named `package.module:Class`.
 
-    Raises ConfigError naming `key` when the target cannot be imported, is not a class, or lacks a method of `sao.environment.Environment`.
+    Raises ConfigError naming `key` when the target cannot be imported, is not a class, or lacks a method of `sao.environment.Environment`
+    (or, where it has `run` and no `step`, of `sao.environment.AgentProgram`).
     """
     value = load_target(target, key)
     if not inspect.isclass(value):
         raise ConfigError(f"{key}={target} is not a class; name the class that implements reset, step, tools and close")
-    missing = [name for name in ("reset", "step", "tools", "close") if not callable(getattr(value, name, None))]
+    methods = PROGRAM if callable(getattr(value, "run", None)) and not callable(getattr(value, "step", None)) else ENVIRONMENT
+    missing = [name for name in methods if not callable(getattr(value, name, None))]
     if missing:
-        raise ConfigError(f"{key}={target} is not an environment: it has no {', '.join(missing)}; see sao.environment.Environment")
-    for name in ("reset", "step", "close"):
-        if not inspect.iscoroutinefunction(getattr(value, name)):
+        kind = "an environment" if methods is ENVIRONMENT else "an agent program"
+        see = "Environment" if methods is ENVIRONMENT else "AgentProgram"
+        raise ConfigError(f"{key}={target} is not {kind}: it has no {', '.join(missing)}; see sao.environment.{see}")
+    for name in methods:
+        if name != "tools" and not inspect.iscoroutinefunction(getattr(value, name)):
             raise ConfigError(f"{key}={target}: {name} must be a coroutine; write `async def {name}`")
     return value
+
+
+def is_program(environment: type) -> bool:
+    """Whether a class that `load_environment` found is an agent program: it asks the policy instead of being asked."""
+    return not callable(getattr(environment, "step", None))

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from renderers import GLM45Renderer, Llama3Renderer, Qwen3Renderer
 from renderers.configs import GLM45RendererConfig, Qwen3RendererConfig
 
-from sao.agents.turns import Limits, run_episode
+from sao.agents.limits import Limits
+from sao.agents.turns import run_episode
 from sao.environment import StepResult
 from sao.inference.protocol import GenerateRequest, Generation
 from sao.inference.scripted import ScriptedEngine

@@ -14,7 +14,8 @@ from family_kit import FAMILIES, WEATHER, call, family_renderer, family_tokenize
 from sao.agents.families import FAMILIES as FAMILIES_BY_NAME
 from sao.agents.renderer import Fork, demonstration_tokens, load_renderer
 from sao.agents.tool_calls import ECHO_CHARS, MAX_CALL_CHARS
-from sao.agents.turns import Limits, run_episode
+from sao.agents.limits import Limits
+from sao.agents.turns import run_episode
 from sao.environment import Action, StepResult
 from sao.errors import ConfigError, UserError
 from sao.trajectory import SamplingSpec

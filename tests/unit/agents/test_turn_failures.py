@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from agents_kit import DONE, TASK, ScriptedEnvironment, ScriptedGenerate, say, user
 
-from sao.agents.turns import Limits, run_episode
+from sao.agents.limits import Limits
+from sao.agents.turns import run_episode
 from sao.environment import StepResult
 from sao.errors import DataError, EngineFailure, EnvironmentFailure, RewardFailure, SystemFailure
 from sao.trajectory import FinishReason, SamplingSpec, Trajectory

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from sao.agents.renderer import load_renderer
 from sao.agents.tool_calls import format_call
-from sao.agents.turns import Limits, run_episode
+from sao.agents.limits import Limits
+from sao.agents.turns import run_episode
 from sao.environment import StepResult
 from sao.errors import EngineFailure, EnvironmentFailure
 from sao.inference.pool import EnginePool, LocalHandle

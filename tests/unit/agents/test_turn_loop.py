@@ -11,7 +11,8 @@ from agents_kit import CALCULATOR, DONE, TASK, THINK_TEMPLATE, ScriptedEnvironme
 
 from sao.agents.renderer import Fork, load_renderer
 from sao.agents.tool_calls import format_call
-from sao.agents.turns import Limits, run_episode
+from sao.agents.limits import Limits
+from sao.agents.turns import run_episode
 from sao.environment import Environment, StepResult
 from sao.inference.protocol import Generation
 from sao.trajectory import FinishReason, SamplingSpec, Trajectory

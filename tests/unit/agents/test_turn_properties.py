@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from sao.agents.renderer import Renderer, load_renderer
 from sao.agents.tool_calls import format_call
-from sao.agents.turns import Limits, run_episode
+from sao.agents.limits import Limits
+from sao.agents.turns import run_episode
 from sao.environment import StepResult
 from sao.trajectory import SamplingSpec
 

@@ -1,0 +1,116 @@
+"""What both chat APIs come to, and when two spellings of a conversation are the same one.
+
+A client sends its whole conversation with every request. To find what was sampled of it, each message has a key, and a conversation the chained key
+of its messages. Keys leave out what clients change without meaning to: identifiers of tool calls, the spelling of arguments, `null` for an empty text, white space
+around an assistant's text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sao.environment import Message, ToolCall
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+class Refusal(Exception):
+    """A request that is not answered. Each API says it in its own form; `param` names the parameter at fault, `code` is for programs."""
+
+    def __init__(self, status: int, message: str, *, code: str = "", param: str = "") -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """messages and tools in the OpenAI form. asked: settings under which the policy would be sampled otherwise than the run says.
+
+    max_tokens: None where the client sets no limit. speaks_only: no call is wanted (`tool_choice: none`), so the turn is text whatever it spells.
+    """
+
+    messages: Sequence[Message]
+    tools: Tools = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    speaks_only: bool = False
+    model: str = ""
+    stream: bool = False
+    stream_usage: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One turn as a client hears it. finish: `stop`, `stop_string`, `length` or `tool_calls`; prompt and output in tokens, cached of the prompt."""
+
+    answer_id: str
+    text: str
+    tool_calls: Sequence[ToolCall]
+    finish: str
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    stop_string: str = ""
+
+    def message(self) -> Message:
+        """As a client echoes it."""
+        calls = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
+            }
+            for call in self.tool_calls
+        ]
+        return {"role": "assistant", "content": self.text or None, **({"tool_calls": calls} if calls else {})}
+
+
+def family_key(messages: Sequence[Message], tools: Tools) -> bytes:
+    """Of the tools and the leading system messages."""
+    key = _step(b"", [dict(tool) for tool in tools])
+    for message in messages:
+        if message["role"] not in ("system", "developer"):
+            break
+        key = _step(key, _content_of(message))
+    return key
+
+
+def chain(tools: Tools, messages: Sequence[Message]) -> list[bytes]:
+    """Keys of the conversation before its first message, after it, and so on: n + 1 of them."""
+    keys = [_step(b"", [dict(tool) for tool in tools])]
+    for message in messages:
+        keys.append(_step(keys[-1], _content_of(message)))
+    return keys
+
+
+def next_key(key: bytes, message: Message) -> bytes:
+    """The key of a conversation with `key` after one more message."""
+    return _step(key, _content_of(message))
+
+
+def _content_of(message: Message) -> list[Any]:
+    text = str(message.get("content") or "")
+    if message["role"] != "assistant":
+        return [message["role"], text]
+    calls = [[call["function"]["name"], _read(call["function"].get("arguments"))] for call in message.get("tool_calls") or ()]
+    return ["assistant", text.strip(), calls]
+
+
+def _read(arguments: Any) -> Any:
+    """Arguments as JSON says them, however they are spelled."""
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return arguments
+
+
+def _step(key: bytes, content: Any) -> bytes:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.blake2b(key + text.encode(), digest_size=16).digest()
