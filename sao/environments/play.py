@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from sao.agents.tool_calls import CLOSE_TAG, OPEN_TAG, call_body, parse_items
 from sao.agents.limits import Limits
+from sao.agents.tool_calls import CLOSE_TAG, OPEN_TAG, call_body, parse_items
 from sao.agents.turns import run_episode
 from sao.config import Config
 from sao.environment import Action, Context, Environment, Message, StepResult, Task

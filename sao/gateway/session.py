@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sao.agents.renderer import Fork, Renderer
 from sao.agents.limits import Limits
+from sao.agents.renderer import Fork, Renderer
 from sao.agents.turns import Generate
 from sao.environment import Action, Message, Task, ToolCall
 from sao.errors import EngineFailure, GatewayFailure, SystemFailure

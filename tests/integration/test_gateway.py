@@ -16,9 +16,9 @@ import openai
 import pytest
 import torch
 
+from sao.agents.limits import Limits
 from sao.agents.renderer import demonstration_tokens, load_renderer
 from sao.agents.tokenizer import load_tokenizer
-from sao.agents.limits import Limits
 from sao.config import EngineConfig, GatewayConfig, WeightsConfig
 from sao.environment import Task
 from sao.envs.program.environment import ProgramEnvironment

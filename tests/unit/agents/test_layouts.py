@@ -12,9 +12,9 @@ from agents_kit import TASK, ScriptedEnvironment, ScriptedGenerate, make_tokeniz
 from family_kit import FAMILIES, WEATHER, call, family_renderer, family_tokenizer
 
 from sao.agents.families import FAMILIES as FAMILIES_BY_NAME
+from sao.agents.limits import Limits
 from sao.agents.renderer import Fork, demonstration_tokens, load_renderer
 from sao.agents.tool_calls import ECHO_CHARS, MAX_CALL_CHARS
-from sao.agents.limits import Limits
 from sao.agents.turns import run_episode
 from sao.environment import Action, StepResult
 from sao.errors import ConfigError, UserError

@@ -11,9 +11,9 @@ from agents_kit import CALCULATOR, DONE, TASK, ScriptedEnvironment, ScriptedGene
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sao.agents.limits import Limits
 from sao.agents.renderer import load_renderer
 from sao.agents.tool_calls import format_call
-from sao.agents.limits import Limits
 from sao.agents.turns import run_episode
 from sao.environment import StepResult
 from sao.errors import EngineFailure, EnvironmentFailure

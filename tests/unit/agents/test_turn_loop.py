@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from agents_kit import CALCULATOR, DONE, TASK, THINK_TEMPLATE, ScriptedEnvironment, ScriptedGenerate, make_tokenizer, say, user
 
+from sao.agents.limits import Limits
 from sao.agents.renderer import Fork, load_renderer
 from sao.agents.tool_calls import format_call
-from sao.agents.limits import Limits
 from sao.agents.turns import run_episode
 from sao.environment import Environment, StepResult
 from sao.inference.protocol import Generation

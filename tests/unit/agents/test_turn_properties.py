@@ -10,9 +10,9 @@ from agents_kit import CALCULATOR, TASK, THINK_TEMPLATE, ScriptedEnvironment, Sc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sao.agents.limits import Limits
 from sao.agents.renderer import Renderer, load_renderer
 from sao.agents.tool_calls import format_call
-from sao.agents.limits import Limits
 from sao.agents.turns import run_episode
 from sao.environment import StepResult
 from sao.trajectory import SamplingSpec
