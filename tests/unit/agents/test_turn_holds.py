@@ -43,7 +43,7 @@ async def main():
     record = Recorder(Path(sys.argv[1]))
     Watch(record).start()
     renderer = load_renderer("chatml", make_tokenizer())
-    episode = run_episode(TASK, Stuck(), renderer, ScriptedGenerate([[90, renderer.end]]), episode_id=(3, 0), admitted_version=0,
+    episode = run_episode(TASK, Stuck(), renderer, ScriptedGenerate([[90, renderer.stop_ids[0]]]), episode_id=(3, 0), admitted_version=0,
         sampling=SamplingSpec(), limits=Limits(), record=partial(record, "train-3.0"))
     await named(episode, "train-3.0", record)
 
@@ -57,7 +57,7 @@ def brief(monkeypatch) -> None:
 
 
 def episode(renderer, environment, record=lambda method: None, **limits: Any) -> Trajectory:  # type: ignore[no-untyped-def]
-    generate = ScriptedGenerate([[90, renderer.end]] * 4)
+    generate = ScriptedGenerate([[90, renderer.stop_ids[0]]] * 4)
     run = run_episode(
         TASK, environment, renderer, generate, episode_id=(0, 0), admitted_version=0, sampling=SamplingSpec(), limits=Limits(**limits), record=record
     )

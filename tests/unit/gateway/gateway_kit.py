@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from agents_kit import ScriptedGenerate, make_tokenizer
 
-from sao.agents.chatml import ChatML
 from sao.agents.limits import Limits
+from sao.agents.renderer import load_renderer
 from sao.config import GatewayConfig
 from sao.environment import Task
 from sao.gateway.server import Gateway
@@ -18,7 +18,7 @@ from sao.gateway.session import Session, Terms
 from sao.trajectory import SamplingSpec, Segment
 
 TASK = Task("t-1", "program", {})
-RENDERER = ChatML(make_tokenizer())
+RENDERER = load_renderer("chatml", make_tokenizer())
 CALL = '<tool_call>{"name": "calculator", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
 
