@@ -72,6 +72,8 @@ class EpisodeWorker:
             raise EnvironmentFailure(
                 f"{environment_class.__name__} could not be built for task {request.task.task_id}: {type(error).__name__}: {error}"
             ) from error
+        finally:
+            self.record(request.name)
         return await run_episode(
             request.task,
             environment,
