@@ -123,10 +123,8 @@ class _Episode:
         tools = self.environment.tools()
         long = characters(messages, tools)
         if long > CHARACTERS_PER_TOKEN * self._context():
-            self.talk = Conversation(
-                self.renderer, [self.cut.shortened({key: message[key] for key in ("role", "content")}) for message in messages], []
-            )
-            self.log = TokenLog(self.renderer.open([{"role": "user", "content": ""}], ()))
+            texts = ({"role": message["role"], "content": message["content"]} for message in messages)
+            self.talk = Conversation(self.renderer, [self.cut.shortened(message) for message in texts], [])
             return self._prompt_too_long(f"{long} characters")
         self.talk = Conversation(self.renderer, messages, tools)
         self._count_markers(messages)
@@ -205,11 +203,14 @@ class _Episode:
         if characters(messages) > CHARACTERS_PER_TOKEN * self._context():
             return False
         delta = self.renderer.delta(turn.ids, messages)
-        prompt = self.talk.prompt(messages) if isinstance(delta, Fork) else []
-        length = len(prompt) or len(self.log) + len(delta)
+        if isinstance(delta, Fork):
+            prompt = self.talk.prompt(messages)
+            length, added = len(prompt), len(prompt) - self.log.shared(prompt)
+        else:
+            prompt, length, added = [], len(self.log) + len(delta), len(delta)
         if self._is_time_to_compact(length) and (request := self._request_summary(turn)) is not None:
             return await self._compact(request)
-        if self._room(length - self.log.shared(prompt) if prompt else len(delta), length) <= 0:
+        if self._room(added, length) <= 0:
             return False
         if isinstance(delta, Fork):
             self._fork(prompt, delta)

@@ -79,6 +79,8 @@ class EpisodeWorker:
             raise EnvironmentFailure(
                 f"{environment_class.__name__} could not be built for task {request.task.task_id}: {type(error).__name__}: {error}"
             ) from error
+        finally:
+            self.record(request.name)
         if is_program(environment_class):
             return await self._program(request, environment)
         return await run_episode(

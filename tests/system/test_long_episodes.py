@@ -34,8 +34,8 @@ def test_a_run_of_compacted_episodes_whose_environments_block(tmp_path):
     assert found["tokens"]["trained"] == sum(segment.sampled_tokens for stored in episodes for segment in stored.trajectory.segments)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert any(row.get("rollout/compactions", 0) > 0 for row in rows)
-    assert any(row.get("rollout/blocked_s/custom", 0) > 0.05 for row in rows), {name for row in rows for name in row if "blocked" in name}
+    assert any(row.get("rollout/blocked_s/walk", 0) > 0.05 for row in rows)
     driver, worker = ((folder / "logs" / f"{name}.log").read_text() for name in ("driver", "worker-0"))
     assert "worker-0 is replaced: worker-0 did not answer within 5 s" in driver and "it was running Walk.step of episode train-20.0, for " in driver
-    assert "Walk.step held the event loop for 0.8 s" in worker and "scripted_run.py:" in worker
+    assert "Walk.step held the event loop for " in worker and "scripted_run.py:" in worker
     assert "Long episodes" in (folder / "report.html").read_text()
