@@ -38,4 +38,4 @@ def test_a_new_environment_is_learned_within_minutes(tmp_path):
     sao("env", "init", "my_game", cwd=tmp_path)
     sao("train", "env=my_game", "run.dir=run", "run.progress=plain", "logger.wandb=disabled", f"warmstart.cache_dir={tmp_path}/cache", cwd=tmp_path)
     found = held_out(tmp_path / "run")
-    assert found["before"] < 0.65 and found["after"] > found["before"] + 0.15
+    assert found["before"] < 0.8 and found["after"] > found["before"] + 0.15

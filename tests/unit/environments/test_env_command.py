@@ -166,7 +166,7 @@ def test_init_writes_an_environment_whose_test_passes_and_whose_configuration_is
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "my_game"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     config = compose(["env=my_game", "train.steps=7"])
-    assert (config.env.name, config.env.target, config.env.args) == ("my_game", "my_game.environment:MyGame", {"largest": 99})
+    assert (config.env.name, config.env.target, config.env.args) == ("my_game", "my_game.environment:MyGame", {"bound": 50})
     assert config.model.warmstart and config.model.factory_args["environment"] == config.env.target
     assert (config.train.steps, config.run.name, config.eval.temperatures) == (7, "my_game", [1.0])
     code, out, _ = typed("try", "env=my_game", stdin="perhaps\nyes\n")
