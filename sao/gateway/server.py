@@ -26,6 +26,7 @@ from aiohttp import web
 from sao.agents.renderer import Renderer
 from sao.agents.turns import Generate
 from sao.config import GatewayConfig
+from sao.errors import ConfigError
 from sao.gateway import anthropic_form, openai_form
 from sao.gateway.messages import Refusal
 from sao.gateway.reading import count, items, mapping
@@ -76,7 +77,8 @@ class Gateway:
 
     def variables(self, secret: str) -> dict[str, str]:
         """What an agent program reads from its environment: where the model is and with which key."""
-        root = f"http://{self.config.host}:{self.port}"
+        host = "127.0.0.1" if self.config.host == "0.0.0.0" else self.config.host
+        root = f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
         return {
             "OPENAI_BASE_URL": f"{root}/v1",
             "OPENAI_API_BASE": f"{root}/v1",
@@ -85,8 +87,8 @@ class Gateway:
             "ANTHROPIC_BASE_URL": root,
             "ANTHROPIC_API_KEY": secret,
             "ANTHROPIC_MODEL": MODEL,
-            "NO_PROXY": f"{self.config.host},127.0.0.1,localhost",
-            "no_proxy": f"{self.config.host},127.0.0.1,localhost",
+            "NO_PROXY": f"{host},127.0.0.1,localhost",
+            "no_proxy": f"{host},127.0.0.1,localhost",
         }
 
     async def start(self) -> None:
@@ -102,8 +104,12 @@ class Gateway:
             application.router.add_post("/inference/v1/generate", self._generate)
             runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
             await runner.setup()
-            site = web.TCPSite(runner, self.config.host, 0)
-            await site.start()
+            try:
+                await web.TCPSite(runner, self.config.host, 0).start()
+            except OSError as problem:
+                await runner.cleanup()
+                mend = "name an address of this machine"
+                raise ConfigError(f"gateway.host={self.config.host} cannot be listened on ({problem.strerror or problem}); {mend}") from None
             self._runner, self.port = runner, runner.addresses[0][1]
 
     async def close(self) -> None:

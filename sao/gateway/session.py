@@ -107,6 +107,8 @@ class Session:
         self._settle(asked)
         ids = np.asarray(token_ids, np.int32)
         parent = self._longest_prefix(ids)
+        if parent is not None:
+            parent.followed += 1
         place = _Place(parent, ids[0 if parent is None else parent.end :], b"tokens")
         if not len(place.context) and parent is None:
             raise Refusal(400, "token_ids is empty: there is nothing to continue", param="token_ids")
@@ -147,7 +149,8 @@ class Session:
             delta = self.renderer.delta(turn.ids.tolist(), new)
             if not isinstance(delta, Fork):
                 self.counts["forced_closes"] += int(turn.ids[-1]) not in self.renderer.stop_ids
-                self.counts["gateway/branches"] += bool(turn.children)
+                self.counts["gateway/branches"] += turn.followed > 0
+                turn.followed += 1
                 return _Place(turn, np.asarray(delta, np.int32), family, new)
             self.counts["segments/forked"] += 1
             self.counts[f"segments/forked/{delta.reason}"] += 1
@@ -158,18 +161,18 @@ class Session:
         return _Place(None, np.asarray(self.renderer.open(messages, request.tools), np.int32), family, messages)
 
     def _matched(self, messages: Sequence[Message], keys: Sequence[bytes]) -> tuple[Turn | None, int]:
-        """The turn that the longest known beginning ends with, and how many messages that is. Of equal turns, one that nothing follows yet."""
+        """The turn that the longest known beginning ends with, and how many messages that is. Of equal turns, one that the fewest requests follow."""
         for index in range(len(messages) - 1, -1, -1):
             if messages[index]["role"] != "assistant":
                 continue
             turns = self._turns.get(keys[index + 1])
             if turns:
-                return next((turn for turn in reversed(turns) if not turn.children), turns[-1]), index + 1
+                return min(reversed(turns), key=lambda turn: turn.followed), index + 1
         return None, 0
 
     def _longest_prefix(self, ids: NDArray[np.int32]) -> Turn | None:
         fitting = [turn for turn in self.tree.turns if turn.end <= len(ids) and np.array_equal(turn.tokens(), ids[: turn.end])]
-        return max(fitting, key=lambda turn: (turn.end, not turn.children), default=None)
+        return max(fitting, key=lambda turn: (turn.end, -turn.followed), default=None)
 
     # -- sampling ---------------------------------------------------------------------------------------------------------------------
 

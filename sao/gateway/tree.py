@@ -29,7 +29,7 @@ class Turn:
 
     family: the roots that share it are versions of one conversation (its system prompt and tools). messages: what was written before the turn since its
     parent's. answer: the turn as an assistant message whose content is the exact text. near: of a root, the earlier turn whose row begins most like it.
-    shared: leading tokens of `context` that are in the tree already.
+    shared: leading tokens of `context` that are in the tree already. followed: requests that went on from here, those being sampled included.
     """
 
     parent: Turn | None
@@ -42,6 +42,7 @@ class Turn:
     answer: Message = field(default_factory=dict)
     near: Turn | None = None
     shared: int = 0
+    followed: int = 0
     children: list[Turn] = field(default_factory=list)
 
     def __post_init__(self) -> None:

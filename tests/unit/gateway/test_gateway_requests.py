@@ -14,7 +14,7 @@ from gateway_kit import CALL, RENDERER, rows, says, served, terms
 from openai import AsyncOpenAI
 
 from sao.config import GatewayConfig
-from sao.errors import EngineFailure
+from sao.errors import ConfigError, EngineFailure
 from sao.gateway.messages import ChatRequest, Refusal
 from sao.gateway.session import Session
 
@@ -216,6 +216,16 @@ def test_a_secret_of_nobody_and_one_of_an_ended_session_are_told_apart():
             assert also.value.status_code == 410
 
     asyncio.run(run())
+
+
+def test_an_address_that_is_not_ours_is_named():
+    async def run(host):
+        async with served([], GatewayConfig(host=host)) as (_, variables):
+            return variables["OPENAI_BASE_URL"]
+
+    with pytest.raises(ConfigError, match=r"gateway\.host=203\.0\.113\.7"):
+        asyncio.run(run("203.0.113.7"))
+    assert asyncio.run(run("0.0.0.0")).startswith("http://127.0.0.1:")
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_the_numbers():

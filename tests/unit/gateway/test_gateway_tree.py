@@ -161,14 +161,19 @@ def test_sub_agents_that_go_on_from_one_turn_share_it_and_it_trains_in_the_first
     assert session.counts["gateway/branches"] == 1
 
 
-def test_two_that_were_answered_alike_go_on_as_two():
+@pytest.mark.parametrize("at_once", [False, True])
+def test_two_that_were_answered_alike_go_on_as_two(at_once):
     async def play(ask):
         said = await ask([user("hello")])
         assert said == await ask([user("hello")])
-        await ask([*said, user("x")])
-        await ask([*said, user("y")])
+        if at_once:
+            await asyncio.gather(*(ask([*said, user(text)]) for text in "xy"))
+        else:
+            await ask([*said, user("x")])
+            await ask([*said, user("y")])
 
-    first, second = rows(replay([says("a"), says("a"), says("x"), says("y")], play))
+    replies = [says("a"), says("a"), *([0.01, 0.01] if at_once else []), says("x"), says("y")]
+    first, second = rows(replay(replies, play))
     assert first.sampled_tokens == second.sampled_tokens == 2 * len(says("a"))
 
 
