@@ -17,7 +17,7 @@ from sao.report.store import write_file
 from sao.runtime import run_folder
 from sao.runtime.checkpoints import FORMAT
 from sao.runtime.run_folder import RunFolder, refuse_used, started_by, write_atomically
-from tests.unit.evals.test_eval_command import project  # noqa: F401 - a fixture
+from tests.unit.evals.test_eval_command import made, project  # noqa: F401 - fixtures
 from tests.unit.learner.learner_builders import SHAPE
 
 
