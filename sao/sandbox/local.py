@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from sao.errors import SandboxFailure
 from sao.sandbox import files, kernel
@@ -206,7 +206,8 @@ class LocalBackend:
         watched = Watched(box, pid, over)
         self.watchdog.add(watched)
         try:
-            await asyncio.wait({ended, over}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            pending: set[asyncio.Future[Any]] = {ended, over}
+            await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             verdict = "" if ended.done() else over.result() if over.done() else "timeout"
         finally:
             self.watchdog.remove(watched)
