@@ -476,7 +476,7 @@ def test_planted_hooks_do_not_run_outside(node, bait):
         git config core.fsmonitor "$PWD/evil.sh"; git config core.hooksPath "$PWD"; git config diff.external "$PWD/evil.sh"; git config core.pager "$PWD/evil.sh"
         git config filter.x.clean "$PWD/evil.sh"; git config diff.x.textconv "$PWD/evil.sh"; echo '* filter=x diff=x' > .gitattributes
         cp .git/config .gitconfig; printf '{evil}' > sitecustomize.py; printf 'a\\r\\nb' > crlf.txt; cp evil.sh git; cp evil.sh sh
-        mkdir -p sub && cd sub && git init -q . && echo file > file
+        mkdir -p nested && cd nested && git init -q . && echo file > file
     """
 
     async def compare():
@@ -491,8 +491,10 @@ def test_planted_hooks_do_not_run_outside(node, bait):
             assert await copy.diff(fork) == b"" and await base.read("kept.txt") == b"one\n"
             await fork.close()
             await copy.close()
+            return patch
 
-    asyncio.run(compare())
+    patch = asyncio.run(compare())
+    subprocess.run(["git", "apply", "--stat", "-"], input=patch, check=True, stdout=subprocess.DEVNULL)
     assert not os.path.exists("/tmp/pwned-by-hook")
 
 
