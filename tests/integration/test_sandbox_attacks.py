@@ -663,6 +663,6 @@ def test_a_thousand_sandboxes_leave_nothing(bwrap):
                 assert (await box.exec("(setsid sleep 100 &); echo x > f")).rc == 0
         await asyncio.sleep(0.5)
         assert not children_of(daemon) and len(os.listdir(f"/proc/{daemon}/fd")) == len(before)
-        assert sorted(p.name for p in bwrap.sandboxes.directory.iterdir()) == ["alive", "filter-0.bpf", "sandboxd.log", "socket"]
+        assert sorted(p.name for p in bwrap.sandboxes.directory.iterdir()) == ["alive", "etc", "filter-0.bpf", "sandboxd.log", "socket"]
 
     asyncio.run(churn())
