@@ -20,6 +20,7 @@ from sao.inference.pool import EngineHandle, EnginePool
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
 from sao.rollout.last_words import named
 from sao.rollout.staleness import Finished
+from sao.sandbox.episode import sandbox_for
 from sao.tasks.source import environment_args, load_environment
 from sao.tasks.target import is_program
 from sao.trajectory import SamplingSpec, Trajectory
@@ -45,6 +46,7 @@ class EpisodeWorker:
         self.config = config
         self.record = record
         self.environments = {env.name: (load_environment(env.target), environment_args(env, config.reward)) for env in env_configs}
+        self.sandboxes = {env.name: env.sandbox for env in env_configs}
         tokenizer = load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
         model, stops = config.model, generation_stop_ids(model_path)
         self.renderer = load_renderer(model.renderer, tokenizer, reasoning=model.reasoning, thinking=model.thinking, extra_stop_ids=stops)
@@ -83,20 +85,22 @@ class EpisodeWorker:
             self.record(request.name)
         if is_program(environment_class):
             return await self._program(request, environment)
-        return await run_episode(
-            request.task,
-            environment,
-            self.renderer,
-            self.pool.generate,
-            episode_id=request.episode_id,
-            admitted_version=request.version,
-            sampling=self._sampling(request),
-            limits=self.limits,
-            purpose=request.purpose,
-            pinned_version=request.version if request.pinned else None,
-            outage_s=partial(self.pool.outage_s, request.purpose),
-            record=partial(self.record, request.name),
-        )
+        async with sandbox_for(environment_class, self.sandboxes[request.task.environment]) as sandbox:
+            return await run_episode(
+                request.task,
+                environment,
+                self.renderer,
+                self.pool.generate,
+                episode_id=request.episode_id,
+                admitted_version=request.version,
+                sampling=self._sampling(request),
+                limits=self.limits,
+                purpose=request.purpose,
+                pinned_version=request.version if request.pinned else None,
+                sandbox=sandbox,
+                outage_s=partial(self.pool.outage_s, request.purpose),
+                record=partial(self.record, request.name),
+            )
 
     async def _program(self, request: EpisodeRequest, program: AgentProgram) -> Trajectory:
         from sao.gateway.episode import run_program
