@@ -123,6 +123,17 @@ class SymbolicGrader:
     async def judge_async(self, answer: str, gold: str) -> Judgement:
         return self._at_once(answer, gold) or await asyncio.wrap_future(self._threads.submit(self._judge, answer, gold))
 
+    def fault(self, gold: str) -> str:
+        """Why `gold` cannot be graded against: it must be found equal to itself by computing, not by its letters. Empty when it can be."""
+        try:
+            reason = refusal(gold) or _unreadable(gold)
+            if reason:
+                return f"its answer {gold[:60]!r} is refused: {reason}"
+            found = self._threads.submit(self._judge, gold, gold).result()
+        except RewardFailure as failure:
+            return str(failure)
+        return "" if found.kind == "correct" else f"its answer {gold[:60]!r} does not verify against itself ({found.reason or found.kind})"
+
     def close(self) -> None:
         """Kill the processes; judgements that run or wait fail."""
         for process in self._processes:

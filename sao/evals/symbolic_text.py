@@ -109,9 +109,8 @@ def spell(text: str) -> str:
 def _without_unit(text: str) -> str:
     """A number with its unit is the number: `12\\text{ cm}^2`, `12 cm`; a bare unit, or a word, is left alone."""
     text = re.sub(r"(?<=[\d})])\s*\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}(?:\s*\^\s*\{?\d\}?)?$", "", text)
-    if re.fullmatch(r"[-+]?[\d.,/ ]*\d\s+(?!pi\b|sqrt\b)[A-Za-z]{2,}(?:[ ^\d.A-Za-z]*)", text) and not re.search(r"[A-Za-z].*\d.*[A-Za-z]|\d\s*$(?<!\^\d)", text):
-        return re.match(r"[-+]?[\d.,/ ]*\d", text).group().strip()  # type: ignore[union-attr]  # it begins so
-    return text
+    number = re.fullmatch(r"([-+]?\d[\d.,/]*)\s+(?!(?:pi|sqrt)\b)[A-Za-z]{2,}(?: [A-Za-z]+){0,3}\.?(?:\s*\^\s*\{?\d\}?)?", text)
+    return number[1] if number else text
 
 
 def _degrees(text: str) -> str:
