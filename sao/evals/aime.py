@@ -26,6 +26,7 @@ from sao.evals.estimators import majority_at_k, normalise_answer, pass_at_k
 from sao.evals.heldout import SOLVED, EvalResult, evaluate
 from sao.evals.job import Job, checked, for_evaluation, free_name, number, result_record, run_job, subject_of, temperature_of
 from sao.evals.samples import Drawing, Sample, Samples
+from sao.evals.symbolic import read_answer
 from sao.rollout.episodes import EpisodeRunner
 from sao.runtime import saved, sweeper
 from sao.runtime.models import facts, prepare
@@ -131,8 +132,6 @@ def _interruptible(asked: AimeJob, samples: Samples, total: int) -> EvalResult:
 
 
 async def _draw(asked: AimeJob, samples: Samples, total: int) -> EvalResult:
-    from sao.evals.graders import read_answer
-
     job = asked.job
 
     def drawing(workers: EpisodeRunner) -> Drawing:

@@ -14,9 +14,9 @@ import queue
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 from sao.errors import ConfigError, RewardFailure
+from sao.evals.graders import BOX, Unparseable, Verdict, extract, number
 from sao.evals.symbolic_text import Unreadable, read
 from sao.rewards.process import RewardProcess
 
@@ -24,6 +24,7 @@ TIMEOUT_S = 2.0
 PROCESSES = 2
 WORKER = "sao.evals.symbolic_worker:grade"
 LONGEST, DEEPEST, MOST_DIGITS, HIGHEST_TOWER, LARGEST_EXPONENT, LARGEST_FACTORIAL = 2000, 40, 200, 2, 9999, 2000
+LONGEST_UNBOXED = 100  # characters of a text that may be an answer without a box
 # What the worker's codes mean (sao.evals.symbolic_worker).
 VERDICTS = (
     ("wrong", ""),
@@ -35,16 +36,57 @@ VERDICTS = (
 EXTRA = "symbolic answers are graded by math-verify, which is not installed; run `pip install 'sao-rl[math]'`"
 
 
-class Judgement(NamedTuple):
-    """kind: correct, wrong, unparseable (with the reason) or timeout."""
+def exact(completion: str, gold: str) -> Verdict | None:
+    """The verdict where no formula need be read: both answers are numbers, or the completion has none. None: it takes a `SymbolicGrader`.
 
-    kind: str
-    reason: str = ""
+    Where math-verify is not installed, an answer to a number must be written as one.
+    """
+    try:
+        answer = extract(completion)
+        if answer == completion.strip() and len(answer) > LONGEST_UNBOXED:
+            raise Unparseable("there is no box")
+    except Unparseable as error:
+        return Verdict("unparseable", str(error))
+    try:
+        right = number(extract(gold))
+    except Unparseable:
+        return None
+    try:
+        return Verdict("correct" if number(answer) == right else "wrong")
+    except Unparseable as error:
+        return None if available() else Verdict("unparseable", str(error))
+
+
+async def grade(completion: str, gold: str) -> Verdict:
+    """Whether a completion gives the gold answer, a number or a formula. Never holds the event loop for more than the look at both texts.
+
+    Raises RewardFailure when the gold cannot be graded against, ConfigError where it takes math-verify and that is not installed.
+    """
+    found = exact(completion, gold)
+    return found or await shared_grader().judge_async(extract(completion), gold)
+
+
+def grade_blocking(completion: str, gold: str) -> Verdict:
+    """The same for callers without an event loop."""
+    return exact(completion, gold) or shared_grader().judge(extract(completion), gold)
+
+
+def read_answer(completion: str) -> tuple[str | None, str]:
+    """What stands in the box; without one, None and why. A text without a box gives no answer to vote with, however short it is."""
+    try:
+        answer = extract(completion)
+    except Unparseable as error:
+        return None, str(error)
+    return (answer, "") if BOX.search(completion.rpartition("</think>")[2]) else (None, "there is no box")
+
+
+def available() -> bool:
+    return importlib.util.find_spec("math_verify") is not None
 
 
 def check_available() -> None:
     """Raise ConfigError naming the extra where math-verify is not installed."""
-    if importlib.util.find_spec("math_verify") is None:
+    if not available():
         raise ConfigError(EXTRA)
 
 
@@ -116,11 +158,11 @@ class SymbolicGrader:
     def pids(self) -> list[int]:
         return [pid for process in self._processes if (pid := process.pid) is not None]
 
-    def judge(self, answer: str, gold: str) -> Judgement:
+    def judge(self, answer: str, gold: str) -> Verdict:
         """Whether `answer`, taken out of its box, is `gold`. Raises RewardFailure when the gold cannot be read or the workers cannot be started."""
         return self._at_once(answer, gold) or self._threads.submit(self._judge, answer, gold).result()
 
-    async def judge_async(self, answer: str, gold: str) -> Judgement:
+    async def judge_async(self, answer: str, gold: str) -> Verdict:
         return self._at_once(answer, gold) or await asyncio.wrap_future(self._threads.submit(self._judge, answer, gold))
 
     def fault(self, gold: str) -> str:
@@ -140,17 +182,17 @@ class SymbolicGrader:
             process.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _at_once(self, answer: str, gold: str) -> Judgement | None:
+    def _at_once(self, answer: str, gold: str) -> Verdict | None:
         """What can be said without computing."""
         for text, whose in ((gold, "gold"), (answer, "answer")):
             reason = refusal(text) or _unreadable(text)
             if reason and whose == "gold":
                 raise RewardFailure(f"the reference answer {gold[:80]!r} cannot be graded against: {reason}")
             if reason:
-                return Judgement("unparseable", reason)
-        return Judgement("correct") if read(answer) == read(gold) else None
+                return Verdict("unparseable", reason)
+        return Verdict("correct") if read(answer) == read(gold) else None
 
-    def _judge(self, answer: str, gold: str) -> Judgement:
+    def _judge(self, answer: str, gold: str) -> Verdict:
         try:
             return self._ask(answer, gold)
         except RewardFailure as failure:
@@ -161,22 +203,22 @@ class SymbolicGrader:
         except RewardFailure as failure:
             if failure.args[1] != "crashed":
                 raise
-            return Judgement("unparseable", "the process that was to grade it died twice")
+            return Verdict("unparseable", "the process that was to grade it died twice")
 
-    def _ask(self, answer: str, gold: str) -> Judgement:
+    def _ask(self, answer: str, gold: str) -> Verdict:
         process = self._free.get()
         try:
             code = int(process.call(answer, {"answer": gold}, None, self.timeout_s))
         except RewardFailure as failure:
             if failure.args[1] == "timeout":
-                return Judgement("timeout", f"it was not graded within {self.timeout_s:g} s")
+                return Verdict("timeout", f"it was not graded within {self.timeout_s:g} s")
             raise
         finally:
             self._free.put(process)
         kind, reason = VERDICTS[code]
         if kind == "gold":
             raise RewardFailure(f"the reference answer {gold[:80]!r} cannot be graded against: {reason}")
-        return Judgement(kind, reason)
+        return Verdict(kind, reason)
 
 
 def _unreadable(text: str) -> str:
