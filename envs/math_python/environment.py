@@ -24,15 +24,19 @@ SCHEMA: dict[str, Any] = {
 }
 # Runs what it reads, and shows the value of a last expression. No file is written, so a program can be run where nothing can be.
 DRIVER = """
-import ast, sys
-body = ast.parse(sys.stdin.read(), "program").body
-last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+import ast, sys, traceback
 names = {"__name__": "__main__"}
-exec(compile(ast.Module(body, []), "program", "exec"), names)
-if last is not None:
-    shown = eval(compile(ast.Expression(last.value), "program", "eval"), names)
+try:
+    body = ast.parse(sys.stdin.read(), "program").body
+    last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+    exec(compile(ast.Module(body, []), "program", "exec"), names)
+    shown = None if last is None else eval(compile(ast.Expression(last.value), "program", "eval"), names)
     if shown is not None:
         print(shown)
+except Exception as error:
+    behind = None if isinstance(error, SyntaxError) else error.__traceback__.tb_next
+    traceback.print_exception(type(error), error, behind)
+    sys.exit(1)
 """
 MOST_DRAWS = 10_000
 

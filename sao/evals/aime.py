@@ -213,30 +213,30 @@ def _problems(own: Mapping[str, str]) -> list[math_sets.MathProblem] | None:
 
 
 def _protocol(preset: Preset, overrides: Sequence[str]) -> list[str]:
-    """The preset as overrides, but for keys that the command sets itself."""
-    values = {
+    """The preset as overrides, but for keys that the command sets itself. Lengths are only made to fit each other here, see `_with_room`."""
+    given = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
+    values: dict[str, Any] = {
         "rollout.sampling.top_p": preset.top_p,
         "rollout.sampling.top_k": preset.top_k,
         "rollout.sampling.min_p": 0.0,
         "rollout.time_limit_s": LONG_S,
         "engine.request_timeout_s": LONG_S,
     }
-    return [f"{key}={value}" for key, value in values.items() if not _given(overrides, key)]
-
-
-def _given(overrides: Sequence[str], key: str) -> bool:
-    return any(text.lstrip("+").split("=")[0] == key for text in overrides)
+    room = given.get("rollout.max_tokens", given.get("engine.max_model_len", ""))
+    if room.isdecimal() and int(room) > 1:
+        values |= {"rollout.max_tokens": room, "rollout.max_turn_tokens": int(room) - 1}
+    return [f"{key}={value}" for key, value in values.items() if key not in given]
 
 
 def _with_room(config: Config, preset: Preset, context: int, overrides: Sequence[str]) -> Config:
-    """The protocol's length of an answer, as far as the model's context and the machine's `engine.max_model_len` hold it."""
+    """The protocol's length of an answer, as far as the model's context and `engine.max_model_len` hold it."""
+    given = {text.lstrip("+").partition("=")[0] for text in overrides}
     room = min(filter(None, [preset.tokens + PROMPT_ROOM, context, config.engine.max_model_len]))
-    rollout = config.rollout
-    if not _given(overrides, "rollout.max_tokens"):
-        rollout = replace(rollout, max_tokens=room)
-    if not _given(overrides, "rollout.max_turn_tokens"):
+    rollout = config.rollout if "rollout.max_tokens" in given else replace(config.rollout, max_tokens=room)
+    if "rollout.max_turn_tokens" not in given:
         rollout = replace(rollout, max_turn_tokens=min(preset.tokens, rollout.max_tokens - 1))
-    return replace(config, rollout=rollout)
+    engine = config.engine if config.engine.max_model_len else replace(config.engine, max_model_len=min(filter(None, [context, rollout.max_tokens])))
+    return replace(config, rollout=rollout, engine=engine)
 
 
 def _tasks(config: Config, problems: Sequence[math_sets.MathProblem] | None, count: int) -> list[Task]:
