@@ -6,18 +6,19 @@ of its last line when that is an expression, as in a notebook. A program that fa
 
 from __future__ import annotations
 
-import asyncio
+import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sao.environment import Action, Context, Message, StepResult, Task
-from sao.envs.arithmetic.expressions import OPERATORS, draw, split_of, value
+from sao.envs.math.environment import MathEnvironment
+from sao.envs.math_python.programs import PROGRAMS, worked
 from sao.errors import ConfigError, EnvironmentFailure
-from sao.evals.symbolic import close_shared, grade
 from sao.sandbox.protocol import ExecResult, Sandbox
 
-SYSTEM = "Use the python tool where it helps. Then give the answer in \\boxed{}."
+SYSTEM = r"Use the python tool where it helps. Then give the answer in \boxed{}."
 SCHEMA: dict[str, Any] = {
     "type": "function",
     "function": {"name": "python", "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}},
@@ -38,14 +39,12 @@ except Exception as error:
     traceback.print_exception(type(error), error, behind)
     sys.exit(1)
 """
-MOST_DRAWS = 10_000
 
 
-class MathPythonEnvironment:
-    """`task.payload` is {"problem": "...", "answer": "413"}.
+class MathPythonEnvironment(MathEnvironment):
+    """`task.payload` is {"question", "answer"}, as in env=math, whose generator and arguments these are.
 
-    timeout_s: of one program. output_chars: kept of what it prints. operands, operand_min, operand_max, operators: of the problems generated, which are
-    expressions too long to work out in the head; sets of real problems come by `sao eval aime tool=python data=...` or as rows with both columns.
+    timeout_s: of one program. output_chars: kept of what it prints.
     """
 
     sandbox = True
@@ -54,41 +53,35 @@ class MathPythonEnvironment:
         self,
         task: Task,
         *,
+        families: Sequence[str] = (),
+        level: int | None = None,
+        system: str = SYSTEM,
         timeout_s: float = 10.0,
         output_chars: int = 2000,
-        operands: int = 3,
-        operand_min: int = 10,
-        operand_max: int = 99,
-        operators: str = OPERATORS,
     ) -> None:
-        self.problem = str(task.payload["problem"])
-        self.gold = str(task.payload["answer"])
+        super().__init__(task, system=system)
         self.timeout_s = timeout_s
         self.output_chars = output_chars
         self.box: Sandbox | None = None
         self.calls = 0
         self.errors = 0
 
-    def opening(self) -> list[Message]:
-        return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": self.problem}]
-
     def tools(self) -> Sequence[Mapping[str, Any]]:
         return (SCHEMA,)
 
     async def reset(self, context: Context) -> Sequence[Message]:
         self.box = context.sandbox
-        return self.opening()
+        return await super().reset(context)
 
     async def step(self, action: Action) -> StepResult:
-        if action.tool_calls:
-            observation: list[Message] = []
-            for call in action.tool_calls:
-                message: Message = {"role": "tool", "name": call.name, "content": await self.run(call.arguments.get("code"))}
-                observation.append({**message, "tool_call_id": call.call_id} if call.call_id else message)
-            return StepResult(observation)
-        verdict = await grade(action.text, self.gold)
-        counts = {"calls": self.calls, "errors": self.errors, "unparseable": float(verdict.kind == "unparseable")}
-        return StepResult(reward=float(bool(verdict)), terminated=True, info=counts)
+        if not action.tool_calls:
+            result = await super().step(action)
+            return replace(result, info={**result.info, "calls": float(self.calls), "errors": float(self.errors)})
+        observation: list[Message] = []
+        for call in action.tool_calls:
+            message: Message = {"role": "tool", "name": call.name, "content": await self.run(call.arguments.get("code"))}
+            observation.append({**message, "tool_call_id": call.call_id} if call.call_id else message)
+        return StepResult(observation)
 
     async def run(self, code: object) -> str:
         """What a program says. Raises SandboxFailure when the sandbox could not do its work."""
@@ -102,13 +95,11 @@ class MathPythonEnvironment:
         self.errors += result.rc != 0 or result.timed_out
         return said(result, self.timeout_s, self.output_chars)
 
-    async def close(self) -> None:
-        """The sandbox is the episode's, which closes it."""
-
     @classmethod
-    async def shutdown(cls) -> None:
-        """End the graders of this worker; called once, after its last episode."""
-        await asyncio.to_thread(close_shared)
+    def levels(
+        cls, *, families: Sequence[str] = (), level: int | None = None, system: str = SYSTEM, timeout_s: float = 10.0, output_chars: int = 2000
+    ) -> Sequence[int]:
+        return super().levels(families=families, level=level)
 
     @classmethod
     def generate_payload(
@@ -116,23 +107,55 @@ class MathPythonEnvironment:
         rng: random.Random,
         split: str,
         *,
+        families: Sequence[str] = (),
+        level: int | None = None,
+        system: str = SYSTEM,
         timeout_s: float = 10.0,
         output_chars: int = 2000,
-        operands: int = 3,
-        operand_min: int = 10,
-        operand_max: int = 99,
-        operators: str = OPERATORS,
     ) -> dict[str, Any]:
-        """Draw one task of `split` (train | held_out)."""
-        if split not in ("train", "held_out"):
-            raise ValueError(f"split {split!r} is not train or held_out")
-        if operands < 2 or not 0 <= operand_min <= operand_max or not operators or set(operators) - set(OPERATORS):
-            raise ConfigError(f"env.args: at least 2 operands, 0 <= operand_min <= operand_max, and operators out of {OPERATORS}")
-        for _ in range(MOST_DRAWS):
-            expression = draw(rng, operands, operand_min, operand_max, operators)
-            if split_of(expression) == split:
-                return {"problem": f"What is {expression}?", "answer": str(value(expression))}
-        raise ConfigError(f"env.args.operand_min={operand_min} and operand_max={operand_max} leave no {split} expression; widen the range")
+        """Draw one problem of `split` (train | held_out)."""
+        return super().generate_payload(rng, split, families=families, level=level)
+
+    @classmethod
+    def demonstration(
+        cls,
+        rng: random.Random,
+        clean: bool,
+        *,
+        families: Sequence[str] = (),
+        level: int | None = None,
+        system: str = SYSTEM,
+        timeout_s: float = 10.0,
+        output_chars: int = 2000,
+    ) -> list[Message]:
+        """A conversation for `sao warmstart`: a program, what it printed, the answer. Of the families that have one (`programs.PROGRAMS`).
+
+        Not clean: in half of them a number of the program is wrong, or the answer is guessed without one.
+        """
+        known = [family for family in families or PROGRAMS if family in PROGRAMS]
+        if not known:
+            raise ConfigError(f"env.args.families={list(families)}: demonstrations are known of {', '.join(PROGRAMS)}; name one of them")
+        payload = cls.generate_payload(rng, "train", families=known, level=level)
+        messages = cls(Task("demonstration", "math_python", payload), system=system).messages
+        slip = 0.0 if clean else rng.random()
+        if slip > 0.75:
+            return [*messages, {"role": "assistant", "content": boxed(rng.randint(0, 99))}]
+        program, output = worked(payload["family"], payload["question"], rng if slip > 0.5 else None)
+        return [
+            *messages,
+            {"role": "assistant", "content": tool_call(program)},
+            {"role": "tool", "name": "python", "content": output},
+            {"role": "assistant", "content": boxed(int(output))},
+        ]
+
+
+def tool_call(code: str) -> str:
+    """The call as the policy writes it (Hermes form)."""
+    return "<tool_call>" + json.dumps({"name": "python", "arguments": {"code": code}}) + "</tool_call>"
+
+
+def boxed(answer: int) -> str:
+    return f"\\boxed{{{answer}}}"
 
 
 def said(result: ExecResult, timeout_s: float, most: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ SEEDS = {
     "shots": range(2**31 - 2**20, 2**31 - 2**19),
     "majority": range(2**31 - 2**19, 2**31),
 }
-MAJORITY_OF = 128  # items in which the commonest answer is looked for
+MAJORITY_OF, MAJORITY_S = 128, 2.0  # items in which the commonest answer is looked for, and the seconds that may take
 FULL = 1.0 - 1e-9
 GRADER = "sao.envs.reasoning_gym.grader:score"
 
@@ -127,9 +128,13 @@ _majorities: dict[Generator, Majority] = {}
 
 
 def majority(made: Generator) -> Majority:
-    """Over MAJORITY_OF items of seeds that nothing else draws; found once in a process."""
+    """Over items of seeds that nothing else draws: MAJORITY_OF, or as many as are made in MAJORITY_S. Found once in a process."""
     if made not in _majorities:
-        answers = Counter(str(made.entry(seed)["answer"]).strip() for seed in SEEDS["majority"][:MAJORITY_OF])
+        until, answers = time.monotonic() + MAJORITY_S, Counter[str]()
+        for seed in SEEDS["majority"][:MAJORITY_OF]:
+            answers[str(made.entry(seed)["answer"]).strip()] += 1
+            if time.monotonic() > until:
+                break
         answer, count = answers.most_common(1)[0]
-        _majorities[made] = Majority(answer, count / MAJORITY_OF)
+        _majorities[made] = Majority(answer, count / answers.total())
     return _majorities[made]

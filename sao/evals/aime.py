@@ -246,7 +246,7 @@ def _tasks(config: Config, problems: Sequence[math_sets.MathProblem] | None, cou
         source = ProceduralSource(load_environment(env.target), name=env.name, seed=config.seed, args=env.args, workload=env.workload)
         return source.held_out(count or SYNTHETIC_TASKS)
     return [
-        Task(problem.name, env.name, {"problem": problem.text, "answer": problem.gold}, task_seed(config.seed, HELD_OUT, index), env.workload)
+        Task(problem.name, env.name, {"question": problem.text, "answer": problem.gold}, task_seed(config.seed, HELD_OUT, index), env.workload)
         for index, problem in enumerate(problems[: count or None])
     ]
 

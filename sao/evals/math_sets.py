@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sao.errors import DataError
-from sao.evals.symbolic import shared_grader
+from sao.evals.symbolic import check_available, exact, shared_grader
 from sao.tasks.rows import RowFormat, columns, open_rows
 
 PROBLEM_COLUMNS = ("problem", "Problem", "question", "prompt")
@@ -113,6 +113,7 @@ def verify(golds: Sequence[str]) -> list[str]:
 
 
 def _unverified(gold: str) -> str | None:
-    if re.fullmatch(r"[-+]?\d{1,100}", gold):
+    if exact(gold, gold):
         return None
+    check_available()
     return shared_grader().fault(gold)

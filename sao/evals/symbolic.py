@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from sao.errors import ConfigError, RewardFailure
 from sao.evals.graders import BOX, Unparseable, Verdict, extract, number
-from sao.evals.symbolic_text import Unreadable, read
+from sao.evals.symbolic_text import Unreadable, Words, read
 from sao.rewards.process import RewardProcess
 
 TIMEOUT_S = 2.0
@@ -69,6 +69,20 @@ async def grade(completion: str, gold: str) -> Verdict:
 def grade_blocking(completion: str, gold: str) -> Verdict:
     """The same for callers without an event loop."""
     return exact(completion, gold) or shared_grader().judge(extract(completion), gold)
+
+
+def doubt(gold: str) -> str:
+    """Why a gold cannot be graded against, as far as its text says; empty when it can be. Whether a formula equals itself is `SymbolicGrader.fault`'s to say."""
+    try:
+        number(extract(gold))
+        return ""
+    except Unparseable as error:
+        if not available():
+            return f"{error}, and {EXTRA}"
+    fault = refusal(gold) or _unreadable(gold)
+    if not fault and isinstance(read(gold), Words) and not re.search(r"\\(?:text|mathrm|mbox)", gold):
+        return "it is no number and no formula, and a word must be written as \\text{}"
+    return fault
 
 
 def read_answer(completion: str) -> tuple[str | None, str]:
@@ -168,7 +182,7 @@ class SymbolicGrader:
     def fault(self, gold: str) -> str:
         """Why `gold` cannot be graded against: it must be found equal to itself by computing, not by its letters. Empty when it can be."""
         try:
-            reason = refusal(gold) or _unreadable(gold)
+            reason = doubt(gold)
             if reason:
                 return f"its answer {gold[:60]!r} is refused: {reason}"
             found = self._threads.submit(self._judge, gold, gold).result()

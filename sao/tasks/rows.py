@@ -12,7 +12,7 @@ import json
 import os
 import re
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,6 +43,9 @@ class RowFormat:
 
     prompt_column: str = "prompt"
     max_prompt_chars: int = 200_000
+    check: Callable[[Mapping[str, Any]], None] | None = (
+        None  # what the environment wants of a row (`check_row` of its class): ValueError with the reason
+    )
 
 
 class Rows(Protocol):
@@ -106,6 +109,11 @@ def check_row(row: Any, form: RowFormat) -> None:
             raise BadRow("the prompt holds half of a surrogate pair, which is not valid Unicode") from error
     if "reward_model" in row:
         _check_verl(row)
+    if form.check is not None:
+        try:
+            form.check(row)
+        except ValueError as error:
+            raise BadRow(str(error)) from None
 
 
 def _mend_column(row: Mapping[str, Any]) -> str:

@@ -171,8 +171,8 @@ def _generator_args(env: EnvConfig) -> dict[str, Any]:
     return {name: value for name, value in env.args.items() if name != "reward"}
 
 
-def _open(config: Config, path: str, key: str) -> Rows:
-    form = RowFormat(config.data.prompt_column, config.data.max_prompt_chars)
+def _open(config: Config, env: EnvConfig, path: str, key: str) -> Rows:
+    form = RowFormat(config.data.prompt_column, config.data.max_prompt_chars, getattr(load_environment(env.target), "check_row", None))
     return open_rows(path, key=key, split=config.data.split, form=form)
 
 
@@ -184,10 +184,10 @@ def _source(config: Config, env: EnvConfig, alone: bool) -> TaskSource:
         return ProceduralSource(load_environment(env.target), name=env.name, seed=config.seed, args=_generator_args(env), workload=env.workload)
     eval_path, eval_key = _eval_file(config, env, key)
     return RowSource(
-        _open(config, path, key),
+        _open(config, env, path, key),
         name=env.name,
         seed=config.seed,
-        held_out_rows=_open(config, eval_path, eval_key) if eval_path else None,
+        held_out_rows=_open(config, env, eval_path, eval_key) if eval_path else None,
         shuffle=config.data.shuffle,
         prompt_column=config.data.prompt_column,
         workload=env.workload,
@@ -201,5 +201,5 @@ def _held_out(config: Config, env: EnvConfig, alone: bool, n: int) -> list[Task]
     eval_path, eval_key = _eval_file(config, env, key)
     if not eval_path:
         return []
-    rows = _open(config, eval_path, eval_key)
+    rows = _open(config, env, eval_path, eval_key)
     return held_out_of_rows(rows, n, name=env.name, seed=config.seed, prompt_column=config.data.prompt_column, workload=env.workload)
