@@ -340,7 +340,7 @@ def _at(ks: Sequence[int], problems: Sequence[Mapping[str, Any]], figure: Callab
 def _problem(task: Task, samples: Sequence[Sample]) -> dict[str, Any]:
     """One row of the table. A right answer votes for the gold however it is written; one cut off, or none, has no vote."""
     gold = str(task.payload["answer"])
-    votes = [None if s.truncated or s.answer is None else gold if s.reward >= SOLVED else s.answer for s in samples]
+    votes = [gold if s.reward >= SOLVED else None if s.truncated else s.answer for s in samples]
     counted = [_plain(vote) for vote in votes if vote is not None]
     return {
         "task_id": task.task_id,

@@ -42,9 +42,7 @@ def exact(completion: str, gold: str) -> Verdict | None:
     Where math-verify is not installed, an answer to a number must be written as one.
     """
     try:
-        answer = extract(completion)
-        if answer == completion.strip() and len(answer) > LONGEST_UNBOXED:
-            raise Unparseable("there is no box")
+        answer = _said(completion)
     except Unparseable as error:
         return Verdict("unparseable", str(error))
     try:
@@ -63,12 +61,13 @@ async def grade(completion: str, gold: str) -> Verdict:
     Raises RewardFailure when the gold cannot be graded against, ConfigError where it takes math-verify and that is not installed.
     """
     found = exact(completion, gold)
-    return found or await shared_grader().judge_async(extract(completion), gold)
+    return found if found is not None else await shared_grader().judge_async(extract(completion), gold)
 
 
 def grade_blocking(completion: str, gold: str) -> Verdict:
     """The same for callers without an event loop."""
-    return exact(completion, gold) or shared_grader().judge(extract(completion), gold)
+    found = exact(completion, gold)
+    return found if found is not None else shared_grader().judge(extract(completion), gold)
 
 
 def doubt(gold: str) -> str:
@@ -86,12 +85,19 @@ def doubt(gold: str) -> str:
 
 
 def read_answer(completion: str) -> tuple[str | None, str]:
-    """What stands in the box; without one, None and why. A text without a box gives no answer to vote with, however short it is."""
+    """What a completion gives as its answer; without one, None and why."""
     try:
-        answer = extract(completion)
+        return _said(completion), ""
     except Unparseable as error:
         return None, str(error)
-    return (answer, "") if BOX.search(completion.rpartition("</think>")[2]) else (None, "there is no box")
+
+
+def _said(completion: str) -> str:
+    """The answer, from its box, or a text so short that it may be one. Raises Unparseable."""
+    answer = extract(completion)
+    if len(answer) > LONGEST_UNBOXED and not BOX.search(completion.rpartition("</think>")[2]):
+        raise Unparseable("there is no box")
+    return answer
 
 
 def available() -> bool:
@@ -174,10 +180,12 @@ class SymbolicGrader:
 
     def judge(self, answer: str, gold: str) -> Verdict:
         """Whether `answer`, taken out of its box, is `gold`. Raises RewardFailure when the gold cannot be read or the workers cannot be started."""
-        return self._at_once(answer, gold) or self._threads.submit(self._judge, answer, gold).result()
+        found = self._at_once(answer, gold)
+        return found if found is not None else self._threads.submit(self._judge, answer, gold).result()
 
     async def judge_async(self, answer: str, gold: str) -> Verdict:
-        return self._at_once(answer, gold) or await asyncio.wrap_future(self._threads.submit(self._judge, answer, gold))
+        found = self._at_once(answer, gold)
+        return found if found is not None else await asyncio.wrap_future(self._threads.submit(self._judge, answer, gold))
 
     def fault(self, gold: str) -> str:
         """Why `gold` cannot be graded against: it must be found equal to itself by computing, not by its letters. Empty when it can be."""

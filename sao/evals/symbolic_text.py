@@ -71,7 +71,7 @@ UNICODE = {
 }  # fmt: skip
 FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt"
 NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
-NAMES = re.compile(rf"\\(?:{FUNCTIONS}|[A-Za-z]+)")
+NAMES = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]+\}|\\[A-Za-z]+")
 SIMPLE = r"(?:\{[^{}]*\}|\\[A-Za-z]+|\d|[A-Za-z])"
 ORDER = {"<": False, r"\lt": False, r"\le": True, r"\leq": True, r"\leqslant": True}
 VARIABLE = r"[A-Za-z](?:_\{?\w+\}?)?"

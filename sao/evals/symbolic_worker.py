@@ -8,6 +8,7 @@ points drawn from the texts.
 
 from __future__ import annotations
 
+import logging
 import random
 import resource
 import zlib
@@ -31,6 +32,7 @@ READING = ConversionConfig(interpret_as_mixed_fractions=False, interpret_contain
 def grade(completion: str, row: Mapping[str, Any]) -> int:
     """A code for (answer, gold), called in the worker process alone: it bounds the memory of the process it runs in."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time-out of its own: it is not to have one
     return decide(completion, str(row["answer"]))
 
 
