@@ -79,7 +79,7 @@ def doubt(gold: str) -> str:
         if not available():
             return f"{error}, and {EXTRA}"
     fault = refusal(gold) or _unreadable(gold)
-    if not fault and isinstance(read(gold), Words) and not re.search(r"\\(?:text|mathrm|mbox)", gold):
+    if not fault and isinstance(read(gold), Words) and not re.search(r"\\(?:text|mathrm|mbox)|^[A-Z]+$", gold):
         return "it is no number and no formula, and a word must be written as \\text{}"
     return fault
 

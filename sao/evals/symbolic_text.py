@@ -90,9 +90,9 @@ def spell(text: str) -> str:
     for sign, latex in UNICODE.items():
         text = text.replace(sign, latex)
     text = re.sub(r"\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr|displaystyle|textstyle|limits)(?![A-Za-z])\.?", "", text)
-    text = re.sub(r"(?<=\d)(?:\\[,!;: ]|\{,\}|~)(?=\d{3}(?!\d))", "", text)  # 1\,000 and 1{,}000 are one number
+    text = re.sub(r"(?<=\d)(?:,?\\[,!;: ]|\{,\}|~)(?=\d{3}(?!\d))", "", text)  # 1\,000 and 1{,}000 are one number
     text = re.sub(r"\\\$|\$|\\\(|\\\)|\\\[|\\\]|\\!", "", text)
-    text = re.sub(r"\\[,;: ]|~|\\q?quad(?![A-Za-z])|\s+", " ", text)
+    text = re.sub(r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\s+", " ", text)
     text = re.sub(r"\\(?:text|mathrm|textrm|mbox)\s*\{\s*(or|and)\s*\}|(?<![A-Za-z])(?:or|and)(?![A-Za-z])", ",", text)
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
     text = _degrees(_without_unit(text.strip().rstrip(".").rstrip()))
@@ -108,7 +108,7 @@ def spell(text: str) -> str:
 
 def _without_unit(text: str) -> str:
     """A number with its unit is the number: `12\\text{ cm}^2`, `12 cm`; a bare unit, or a word, is left alone."""
-    text = re.sub(r"(?<=[\d})])\s*\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}(?:\s*\^\s*\{?\d\}?)?$", "", text)
+    text = re.sub(r"(?<=[\d})])\s*\\(?:text|mathrm|textrm|mbox)\s*\{(?![ie]\})[^{}]*\}(?:\s*\^\s*\{?\d\}?)?$", "", text)
     number = re.fullmatch(r"([-+]?\d[\d.,/]*)\s+(?!(?:pi|sqrt)\b)[A-Za-z]{2,}(?: [A-Za-z]+){0,3}\.?(?:\s*\^\s*\{?\d\}?)?", text)
     return number[1] if number else text
 
@@ -208,7 +208,7 @@ def _interval(parts: list[str]) -> Node:
 
 def _expression(text: str) -> Atom | Words:
     text = text.strip()
-    if re.search(r"[A-Za-z]{4,}|[A-Za-z]{2,} [A-Za-z]{2,}", NAMES.sub(" ", text)) or re.fullmatch(r"[A-Za-z]{2,3}", text):
+    if re.search(r"[A-Za-z]{4,}|[A-Za-z]{2,} [A-Za-z]{2,}", NAMES.sub(" ", text)) or re.fullmatch(r"[A-Z]{2,3}", text):
         return Words(re.sub(r"\s+", "", text).casefold())
     if re.search(r"\d\s+\d", text):
         raise Unreadable("it has numbers side by side")

@@ -3,7 +3,7 @@
 math-verify's reader (latex2sympy2_extended) turns one expression of LaTeX into sympy; `sao.evals.symbolic_text` has split sets, tuples and intervals before.
 Its `verify` is asked only where no number can be computed: it rounds to six digits, takes 5 % for 5, joins boxes, and takes a list for an interval.
 Numbers are equal when their difference is exactly 0, or has no significant digit with 400 digits of working precision; expressions when that holds at
-points drawn from the texts.
+points drawn from the texts (of which the negative ones count where both sides are real).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sao.evals.symbolic_text import Atom, Brackets, Collection, Equation, Node, 
 
 WRONG, CORRECT, BAD_ANSWER, BAD_GOLD, TOO_BIG = range(5)
 MEMORY = 4 << 30  # bytes of address space: what an answer may make sympy allocate
-POINTS, DIGITS = 5, 400
+POINTS, DIGITS = 6, 400
 READING = ConversionConfig(interpret_as_mixed_fractions=False, interpret_contains_as_eq=False, lowercase_symbols=False)
 
 
@@ -162,13 +162,19 @@ def _equal(left: Any, right: Any, points: random.Random) -> bool:
         found = _is_zero(difference)
         return bool(verify(right, left, timeout_seconds=None)) if found is None else found
     decided = 0
-    for _ in range(POINTS):
-        at = {symbol: sympy.Rational(points.choice((-1, 1)) * points.randint(101, 997), points.randint(103, 499)) for symbol in symbols}
+    for index in range(POINTS):
+        signs = (1,) if index < POINTS // 2 else (-1, 1)
+        at = {symbol: sympy.Rational(points.choice(signs) * points.randint(101, 997), points.randint(103, 499)) for symbol in symbols}
         found = _is_zero(difference.subs(at))
-        if found is False:
+        if found is False and not (min(at.values()) < 0 and _leaves_the_reals(left.subs(at), right.subs(at))):
             return False
         decided += found is True
     return decided >= 2 or bool(verify(right, left, timeout_seconds=None))
+
+
+def _leaves_the_reals(*values: Any) -> bool:
+    """Whether a root or logarithm of a negative number is at work: x^{3/4} and \\sqrt[4]{x^3} are one answer, though not to a complex variable."""
+    return any(value.evalf(10).is_real is False for value in values)
 
 
 def _is_zero(number: Any) -> bool | None:
