@@ -129,16 +129,16 @@ class Bubblewrap:
             chain += ["--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
         return [*chain, "--", *argv]
 
-    def helper(self, script: str, base: Box, box: Box) -> list[str]:
+    def helper(self, script: str, base: Box, box: Box, *, writes: bool) -> list[str]:
         chain = [tool("bwrap"), *view((), False), "--perms", "1777", "--size", str(256 * MiB), "--tmpfs", "/tmp", "--cap-drop", "ALL"]
-        chain += ["--ro-bind", base.work, "/base", "--bind", box.work, "/work"]
+        chain += ["--ro-bind", base.work, "/tmp/a", "--bind" if writes else "--ro-bind", box.work, "/tmp/b", "--chdir", "/tmp"]
         if self.privileged:
             for capability in HELPER_CAPABILITIES:
                 chain += ["--cap-add", capability]
         else:
             chain += ["--unshare-user", "--disable-userns"]
         chain += ["--setenv", "PATH", "/usr/bin:/bin", "--seccomp", str(SECCOMP_FD), "--json-status-fd", str(STATUS_FD)]
-        return [*chain, "--", "/bin/sh", "-c", script.replace("{base}", "/base").replace("{work}", "/work")]
+        return [*chain, "--", "/bin/sh", "-c", script]
 
     def seccomp(self, spec: SandboxSpec) -> bytes:
         return seccomp.program(seccomp.machine(), network=spec.network)
