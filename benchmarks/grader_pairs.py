@@ -27,7 +27,7 @@ x=42 || 42 || correct
 5! || 120 || correct
 \binom{10}{3} || 120 || correct
 0 || -0 || correct
-forty-two || 42 || wrong
+forty-two || 42 || unparseable
 # rationals
 \frac{1}{2} || 0.5 || correct
 \frac12 || \dfrac{1}{2} || correct

@@ -53,7 +53,7 @@ class MathEnvironment:
 
     async def step(self, action: Action) -> StepResult:
         verdict = await grade(action.text, self.gold)
-        info = {kind: float(verdict.kind == kind) for kind in ("correct", "wrong", "unparseable", "timeout")}
+        info = {kind: float(verdict.kind == kind) for kind in ("correct", "wrong", "unparseable")}
         return StepResult(reward=float(bool(verdict)), terminated=True, info=info)
 
     def tools(self) -> Sequence[Mapping[str, Any]]:

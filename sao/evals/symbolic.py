@@ -52,7 +52,8 @@ def exact(completion: str, gold: str) -> Verdict | None:
     try:
         return Verdict("correct" if number(answer) == right else "wrong")
     except Unparseable as error:
-        return None if available() else Verdict("unparseable", str(error))
+        hopeless = refusal(answer) or _unreadable(answer) or isinstance(read(answer), Words) or not available()
+        return Verdict("unparseable", str(error)) if hopeless else None
 
 
 async def grade(completion: str, gold: str) -> Verdict:
