@@ -78,7 +78,7 @@ def test_the_generator_keeps_ranges_apart(seed: int, split: str, span: int) -> N
 
 def test_every_number_of_a_range_is_as_likely_in_both_splits() -> None:
     for split in ("train", "held_out"):
-        drawn = Counter()
+        drawn: Counter[int] = Counter()
         for seed in range(3000):
             payload = GuessEnvironment.generate_payload(random.Random(seed), split, span=3)
             drawn[payload["secret"] - payload["low"]] += 1
