@@ -74,7 +74,10 @@ def main() -> None:
             "differing": differing,
             "figures_that_differ": unequal,
             "seconds_uninterrupted": round(whole_s),
-            **{name: records[0][name] for name in ("mean", "low", "high", "pass_at", "maj_at", "truncated_share", "unread_share", "tokens", "preset", "max_tokens")},
+            **{
+                name: records[0][name]
+                for name in ("mean", "low", "high", "pass_at", "maj_at", "truncated_share", "unread_share", "tokens", "preset", "max_tokens")
+            },
         },
     )
     shutil.rmtree(root)
