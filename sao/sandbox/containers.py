@@ -19,12 +19,11 @@ from sao.runtime.processes import identity, is_alive
 from sao.sandbox.box import Box
 from sao.sandbox.children import Output
 from sao.sandbox.files import components
-from sao.sandbox.local import FLOOD
+from sao.sandbox.local import FLOOD, SETTLE_S
 from sao.sandbox.protocol import WORKSPACE, Capabilities, Entry, ExecResult, FileAccess, SandboxSpec
 
 LABEL = "sao.daemon"
 ENGINE_LIMIT_S = 60.0
-GRACE_S = 10.0  # for the engine itself, beyond a command's time
 NO_DISK_LIMIT = "the disk a container writes is bounded only where the engine's storage driver does it"
 NO_DIFF = "workspaces cannot be compared (`diff`); run git inside"
 ENGINE_FAILED = 125  # docker-run(1), podman-run(1): the error is the engine's own
@@ -123,7 +122,7 @@ class Containers:
                     process.kill()
             await ended
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(output.ended.wait(), GRACE_S)
+                await asyncio.wait_for(output.ended.wait(), SETTLE_S)
         finally:
             output.close()
         rc = process.returncode if process.returncode is not None and process.returncode >= 0 else 137

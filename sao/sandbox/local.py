@@ -119,7 +119,7 @@ class LocalBackend:
     async def exec(
         self, box: Box, argv: Sequence[str], timeout_s: float, output_bytes: int, stdin: bytes, environment: Mapping[str, str]
     ) -> ExecResult:
-        user_tasks = 0 if box.uid is not None else self.watchdog.user_tasks
+        user_tasks = 0 if box.uid is not None else self.watchdog.user_tasks()
         chain = self.level.command(box, argv, environment, address_space=self.cgroups is None, user_tasks=user_tasks)
         return await self._run(box, chain, timeout_s, output_bytes, stdin)
 
