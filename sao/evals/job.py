@@ -243,7 +243,7 @@ async def run_job(job: Job, logs: Path, through: Callable[[EpisodeRunner], Episo
         watcher = asyncio.create_task(cluster.watch(lambda snapshots: None))
         work = asyncio.create_task(
             evaluate(
-                through(_Counting(cluster.workers(), len(job.tasks) * job.samples)),
+                _Counting(through(cluster.workers()), len(job.tasks) * job.samples),
                 job.tasks,
                 name=job.name,
                 version=0,
