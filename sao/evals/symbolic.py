@@ -14,6 +14,7 @@ import queue
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from sao.errors import ConfigError, RewardFailure
 from sao.evals.graders import BOX, Unparseable, Verdict, extract, number
@@ -26,7 +27,7 @@ WORKER = "sao.evals.symbolic_worker:grade"
 LONGEST, DEEPEST, MOST_DIGITS, HIGHEST_TOWER, LARGEST_EXPONENT, LARGEST_FACTORIAL = 2000, 40, 200, 2, 9999, 2000
 LONGEST_UNBOXED = 100  # characters of a text that may be an answer without a box
 # What the worker's codes mean (sao.evals.symbolic_worker).
-VERDICTS = (
+VERDICTS: tuple[tuple[Any, str], ...] = (
     ("wrong", ""),
     ("correct", ""),
     ("unparseable", "it cannot be read"),
@@ -34,8 +35,6 @@ VERDICTS = (
     ("unparseable", "it needs more memory or depth than an answer may"),
 )
 EXTRA = "symbolic answers are graded by math-verify, which is not installed; run `pip install 'sao-rl[math]'`"
-
-
 # One thread looks at texts: several would take turns at holding the interpreter, and the event loop would come last.
 _reader = ThreadPoolExecutor(1, thread_name_prefix="symbolic-reader")
 
@@ -144,9 +143,9 @@ def refusal(text: str) -> str:
     plain = text.replace("**", "^").replace(" ", "")
     if _tower(plain) > HIGHEST_TOWER:
         return f"it has a tower of more than {HIGHEST_TOWER} powers"
-    if any(int(exponent) > LARGEST_EXPONENT for exponent in re.findall(r"\^[{(]*[-+]?(\d+)", plain)):
+    if any(int(digits) > LARGEST_EXPONENT for digits in re.findall(r"\^[{(]*[-+]?(\d+)", plain)):
         return f"it has an exponent above {LARGEST_EXPONENT}"
-    if re.search(r"!\s*[)}]*\s*!", text) or any(int(number) > LARGEST_FACTORIAL for number in re.findall(r"(\d+)[)}]*!", plain)):
+    if re.search(r"!\s*[)}]*\s*!", text) or any(int(digits) > LARGEST_FACTORIAL for digits in re.findall(r"(\d+)[)}]*!", plain)):
         return f"it has a factorial of a factorial, or of more than {LARGEST_FACTORIAL}"
     return ""
 
