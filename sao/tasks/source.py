@@ -1,7 +1,8 @@
 """Where tasks come from: the protocol, and the sources that a configuration asks for.
 
 Which source an environment gets: rows of its own `env.data_path` if that is set; alone, rows of `data.path` if that is set; in a mixture its
-generator if it has one, else rows of `data.path`; otherwise its generator. With `online.phases` it is a stream from the generator.
+generator if it has one, else rows of `data.path`; otherwise its generator. With `online.phases` it is a stream from the generator. With
+`data.curriculum` what it has to choose among, levels or rows or the tasks of a pool, is drawn by recent reward.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class TaskSource(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
     def metrics(self) -> dict[str, float]:
-        """`rollout/tasks/<environment>`, `rollout/epoch/<environment>` (rows) and `rollout/share/<environment>` (mixtures)."""
+        """`rollout/tasks/<environment>`, `rollout/epoch/<environment>` (rows), `rollout/share/<environment>` (mixtures) and `curriculum/...`."""
         ...
 
 

@@ -172,7 +172,8 @@ def payload(path: Path) -> str:
 
 
 @pytest.mark.parametrize("dataset", sorted(OURS))
-def test_an_answer_that_would_run_as_code_is_wrong_and_does_not_run(dataset: str, tmp_path: Path) -> None:
+def test_an_answer_that_would_run_as_code_is_wrong_and_does_not_run(dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sao.envs.reasoning_gym.environment.MAJORITY_S", 0.0)
     for text in (payload(tmp_path / "ran"), f"[{payload(tmp_path / 'ran')}]", f"4 + {payload(tmp_path / 'ran')}"):
         assert episode(text, build(dataset=dataset)).reward == 0.0
     assert not (tmp_path / "ran").exists()
@@ -210,7 +211,8 @@ def test_a_scorer_that_hangs_fails_the_episode_and_is_not_a_reward() -> None:
 
 
 def test_a_scorer_that_would_take_all_memory_is_stopped() -> None:
-    assert episode("R99999999999", build(dataset="rubiks_cube", timeout_s=20.0)).reward < 0.5
+    """600 million moves are a list of 4.8 GB."""
+    assert episode("R600000000", build(dataset="rubiks_cube")).reward < 0.5
 
 
 def test_an_answer_of_a_megabyte_is_wrong_at_once() -> None:
