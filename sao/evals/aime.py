@@ -216,7 +216,7 @@ def _problems(own: Mapping[str, str]) -> list[math_sets.MathProblem] | None:
 
 def _protocol(preset: Preset, overrides: Sequence[str]) -> list[str]:
     """The preset as overrides, but for keys that the command sets itself. Lengths are only made to fit each other here, see `_with_room`."""
-    given = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
+    given = {key: value for key, _, value in (text.lstrip("+").partition("=") for text in overrides)}
     values: dict[str, Any] = {
         "rollout.sampling.top_p": preset.top_p,
         "rollout.sampling.top_k": preset.top_k,

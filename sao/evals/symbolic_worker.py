@@ -62,7 +62,7 @@ def _parsed(node: Node) -> Any:
         case Union(items):
             return Union(tuple(_parsed(item) for item in items))
         case Equation(left, right):
-            return Equation(expression(left.latex), expression(right.latex))  # type: ignore[arg-type]  # atoms are expressions from here on
+            return Equation(expression(left.latex), expression(right.latex))
     return node
 
 
