@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from sao.errors import DataError
+from sao.errors import ConfigError, DataError
 from sao.evals.math_sets import fingerprint, load
 
 LONG = "How many positive integers n satisfy n < 10?"
@@ -76,6 +76,15 @@ def test_a_shifted_csv_row(tmp_path, line, says):
     (tmp_path / "a.csv").write_text(f"problem,answer\n{LONG},9\n{line}\n")
     with pytest.raises(DataError, match=says):
         load(str(tmp_path / "a.csv"), split="train")
+
+
+def test_without_math_verify_a_set_with_formulas_is_refused_and_one_with_numbers_is_not(tmp_path, monkeypatch):
+    numbers = jsonl(tmp_path / "numbers.jsonl", [{"problem": LONG, "answer": "\\frac{3}{4}"}])
+    formulas = jsonl(tmp_path / "formulas.jsonl", [{"problem": LONG, "answer": "2\\sqrt{2}"}])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert load(numbers, split="train")[0].gold == "\\frac{3}{4}"
+    with pytest.raises(ConfigError, match=r"pip install 'sao-rl\[math\]'"):
+        load(formulas, split="train")
 
 
 def test_no_such_file():
