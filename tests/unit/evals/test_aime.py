@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +13,7 @@ from sao.cli import main
 from sao.errors import UserError
 from sao.evals import aime
 from sao.evals.aime import PRESETS, aime_record, aime_summary, describe, make_aime_job
-from sao.evals.heldout import EvalResult, Problem
+from sao.evals.heldout import EvalResult, Problem, evaluate
 from sao.evals.samples import Sample
 from tests.unit.evals.test_eval_command import made, project  # noqa: F401 - fixtures
 
@@ -107,8 +110,6 @@ def workers(folder, monkeypatch):
     from tests.unit.evals.test_samples import Policy
 
     async def run_job(asked, logs, through):
-        from sao.evals.heldout import evaluate
-
         policy = Policy(workers.lives, workers.fails)
         workers.asked = policy.asked
         return await evaluate(
@@ -144,6 +145,54 @@ def test_interrupted_and_asked_again_it_gives_the_same_result(folder, workers, c
     assert cut == whole
     assert main(ASK) == 0  # a finished one is not gone on with
     assert (folder / "run/evals/aime-final-set.jsonl-sao-2.json").is_file()
+
+
+def test_the_turn_loop_on_a_deterministic_engine_gives_the_same_samples_whenever_it_is_interrupted(folder, monkeypatch):
+    """Everything but Ray and vLLM is real: environment, renderer, turn loop, seeds, samples on disk."""
+    from sao.inference.pool import complete
+    from sao.inference.scripted import ScriptedEngine
+    from sao.rollout.worker import EpisodeWorker
+
+    rows = [{"problem": f"What is {n}+{n}?", "answer": str(2 * n)} for n in range(3, 7)]
+    (folder / "short.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    class Handle:
+        name = "scripted"
+        engine = ScriptedEngine(stop_one_in=20)
+
+        async def generate(self, request):
+            return await complete(self.engine, request)
+
+    async def run_job(asked, logs, through):
+        worker = EpisodeWorker(asked.config, [asked.config.env], asked.model_path, [Handle()])
+        done = 0
+
+        class Workers:
+            async def run(self, request):
+                nonlocal done
+                outcome, trajectory = await worker.run(request)
+                done += 1
+                if [done] == stop_after:
+                    os.kill(os.getpid(), signal.SIGINT)
+                return replace(outcome, handle=trajectory)
+
+        return await evaluate(
+            through(Workers()), asked.tasks, name=asked.name, version=0, temperature=1.0, concurrency=5, samples_per_task=asked.samples
+        )
+
+    monkeypatch.setattr(aime, "run_job", run_job)
+    monkeypatch.setattr(aime, "fetch", lambda handle: handle)
+    monkeypatch.setattr(aime.sweeper, "start", lambda: None)
+    ask = ["eval", "aime", "model=model", "data=short.jsonl", "n=4", 'env.args.system=""', "rollout.max_turn_tokens=24"]
+    codes, stop_after = [], []
+    for lives, out in ((None, "whole"), (6, "cut"), (7, "cut"), (None, "cut")):
+        stop_after[:] = [lives]
+        codes.append(main([*ask, f"out={out}"]))
+    assert codes == [0, 130, 130, 0]
+    kept = [sorted(line for line in (folder / out / "samples.jsonl").read_text().splitlines() if "task" in line) for out in ("whole", "cut")]
+    assert kept[0] == kept[1] and len(kept[0]) == 16 and len(set(kept[0])) == 16
+    whole, cut = (json.loads((folder / f"{out}.json").read_text()) | {"seconds": 0} for out in ("whole", "cut"))
+    assert whole == cut and 0 < whole["truncated_share"] < 1 and whole["failed"] == 0
 
 
 def test_samples_that_failed_are_said_to_be_missing_and_drawn_by_the_next_call(folder, workers, capsys):
