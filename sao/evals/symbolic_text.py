@@ -150,12 +150,12 @@ def _node(text: str) -> Node:
     if re.fullmatch(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", text):
         return Atom(_atom(text.replace(",", "")))
     if text[:1] in "([" and text[-1:] in ")]" and _closing(text, 0) == len(text) - 1:
-        items = _split(text[1:-1], ",")
-        if len(items) > 1:
-            return Brackets(text[0], tuple(_node(item) for item in items), text[-1])
+        inside = _split(text[1:-1], ",")
+        if len(inside) > 1:
+            return Brackets(text[0], tuple(_node(item) for item in inside), text[-1])
     if len(_split(text, ",")) > 1 or r"\pm" in text:
-        items = _values(text)
-        return Collection(tuple(items)) if len(items) > 1 else items[0]
+        values = _values(text)
+        return Collection(tuple(values)) if len(values) > 1 else values[0]
     return _relation(text) or _expression(text)
 
 
