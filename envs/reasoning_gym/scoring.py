@@ -11,7 +11,6 @@ import importlib.util
 import json
 import math
 import random
-import re
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +21,7 @@ from sao.tasks.target import one_line
 
 Entry = Mapping[str, Any]
 
-TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+OPEN, CLOSE = "<answer>", "</answer>"
 MOST_CHARS = 10_000  # of an answer that a scorer is shown; a longer one is wrong
 
 # Their scorers run the answer through sympy's parse_expr, which evaluates it, and nothing short of algebra could take its place.
@@ -70,9 +69,10 @@ OURS: dict[str, Callable[[str, Entry], bool]] = {
 
 def extract(completion: str, *, lines: bool) -> str:
     """The answer in a completion: between the last <answer> tags, or without them the last line, or where answers have several `lines` all of it."""
-    tagged = TAGS.findall(completion)
-    if tagged:
-        return str(tagged[-1]).strip()
+    end = completion.rfind(CLOSE)
+    begin = completion.rfind(OPEN, 0, max(end, 0))
+    if begin >= 0:
+        return completion[begin + len(OPEN) : end].strip()
     text = completion.strip()
     return text if lines else (text.splitlines() or [""])[-1].strip()
 

@@ -85,7 +85,8 @@ def test_a_curriculum_draws_on_after_kill_9_as_if_it_had_never_been_cut_off(tmp_
     run.wait()
     assert gone_within(tmp_path / "killed", 5) == []
     assert Run([f"resume={tmp_path / 'killed'}"], tmp_path / "killed", scripted=True, log=run.log).wait() == 0, run.log.read_text()
-    whole(tmp_path / "killed")
+    found = account(tmp_path / "killed")
+    assert found["closes"] and found["lost"] == 0 and found["steps_missing"] == 0, found
     assert drawn("killed") == drawn("calm") and len(set(drawn("calm"))) == 24
     assert weights(tmp_path / "killed") == weights(tmp_path / "calm")
 

@@ -130,6 +130,8 @@ def test_nothing_of_it_is_imported_with_the_environment() -> None:
         ("<answer>1 2\n3 4</answer>", True, "1 2\n3 4"),
         ("1 2\n3 4\n", True, "1 2\n3 4"),
         ("<answer>12", False, "<answer>12"),
+        ("12</answer>", False, "12</answer>"),
+        ("<answer>" * 200_000 + "12</answer>", False, "12"),
         ("", False, ""),
     ],
 )
