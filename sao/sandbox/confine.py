@@ -8,11 +8,12 @@ import ctypes
 import json
 import os
 import resource
+import signal
 import struct
 import sys
 
 STATUS_FD, SECCOMP_FD = 4, 3
-PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 38, 22, 2
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 RULE_PATH_BENEATH = 1
 
@@ -85,6 +86,7 @@ def main() -> None:
     if given["uid"] is not None:
         take_uid(given["uid"])
     set_limits(given["limits"])
+    checked(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")  # after the change of uid, which clears it
     checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
     if given["landlock"]:
         restrict(**given["landlock"])

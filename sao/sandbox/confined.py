@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sao.runtime.sweeper import MARK
 from sao.sandbox import bwrap, seccomp
 from sao.sandbox.box import Box
 from sao.sandbox.protocol import MiB, SandboxSpec
@@ -56,12 +58,15 @@ class Confined:
         }  # fmt: skip
         if address_space:
             limits["AS"] = [spec.memory_mb * MiB] * 2
+        own = {"HOME": box.work, "TMPDIR": box.tmp, "SAO_SANDBOX": box.box_id}
+        if MARK in os.environ:
+            own[MARK] = os.environ[MARK]  # should this daemon be killed, the run's sweeper finds what is left by it
         given: dict[str, Any] = {
             "directory": box.work,
             "uid": box.uid,
             "limits": limits,
             "landlock": self._rules(box) if self.landlock else None,
-            "environment": bwrap.environment_of(box, {}) | {"HOME": box.work, "TMPDIR": box.tmp, "SAO_SANDBOX": box.box_id, **environment},
+            "environment": bwrap.environment_of(box, {}) | own | dict(environment),
         }
         return [sys.executable, "-I", "-S", CONFINE, json.dumps(given), *argv]
 

@@ -52,13 +52,15 @@ class Watchdog:
         return self._tasks
 
     async def run(self) -> None:
+        pause = SHORTEST_S
         while True:
             if not self._watched:
                 self._wake.clear()
                 await self._wake.wait()
+            await asyncio.sleep(pause)  # first: most commands have ended by then
             started = time.monotonic()
             self._look()
-            await asyncio.sleep(min(LONGEST_S, max(SHORTEST_S, SHARE * (time.monotonic() - started))))
+            pause = min(LONGEST_S, max(SHORTEST_S, SHARE * (time.monotonic() - started)))
 
     def _look(self) -> None:
         resident = resident_below({watched.pid for watched in self._watched}) if self.memory else {}

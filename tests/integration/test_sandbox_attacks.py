@@ -273,7 +273,7 @@ def test_no_network_loopback_metadata_or_socket_of_the_host(node):
             reach(socket.AF_INET, socket.SOCK_STREAM, ("10.0.0.1", 80))
             reach(socket.AF_INET, socket.SOCK_DGRAM, ("8.8.8.8", 53))
             reach(socket.AF_INET6, socket.SOCK_STREAM, ("::1", {listener.getsockname()[1]}))
-            reach(socket.AF_UNIX, socket.SOCK_STREAM, "\\0{hidden}")
+            reach(socket.AF_UNIX, socket.SOCK_STREAM, b"\\x00{hidden}")
             reach(socket.AF_UNIX, socket.SOCK_STREAM, "{path}")
             reach(socket.AF_UNIX, socket.SOCK_STREAM, "{node.sandboxes.directory}/socket")
             reach(socket.AF_UNIX, socket.SOCK_STREAM, "/var/run/docker.sock")
@@ -474,7 +474,7 @@ def test_planted_hooks_do_not_run_outside(node, bait):
         git init -q . && printf '{evil}' > evil.sh && chmod +x evil.sh
         for hook in pre-commit post-checkout post-index-change fsmonitor-watchman; do cp evil.sh .git/hooks/$hook; done
         git config core.fsmonitor "$PWD/evil.sh"; git config core.hooksPath "$PWD"; git config diff.external "$PWD/evil.sh"; git config core.pager "$PWD/evil.sh"
-        git config filter.x.clean "$PWD/evil.sh"; git config diff.x.textconv "$PWD/evil.sh"; echo '* filter=x diff=x' > .gitattributes
+        git config filter.x.clean "$PWD/evil.sh"; git config diff.x.textconv "$PWD/evil.sh"; echo '* filter=x diff=x text=auto' > .gitattributes
         cp .git/config .gitconfig; printf '{evil}' > sitecustomize.py; printf 'a\\r\\nb' > crlf.txt; cp evil.sh git; cp evil.sh sh
         mkdir -p nested && cd nested && git init -q . && echo file > file
     """
@@ -663,6 +663,6 @@ def test_a_thousand_sandboxes_leave_nothing(bwrap):
                 assert (await box.exec("(setsid sleep 100 &); echo x > f")).rc == 0
         await asyncio.sleep(0.5)
         assert not children_of(daemon) and len(os.listdir(f"/proc/{daemon}/fd")) == len(before)
-        assert sorted(p.name for p in bwrap.sandboxes.directory.iterdir()) == ["alive", "filter-0.bpf", "sandboxd.log", "socket"]
+        assert sorted(p.name for p in bwrap.sandboxes.directory.iterdir()) == ["alive", "etc", "filter-0.bpf", "sandboxd.log", "socket"]
 
     asyncio.run(churn())
