@@ -30,8 +30,8 @@ STOP = 4  # the last id of make_trajectory's turn
 class Policy:
     """Answers as its seed says, so that a sample depends on nothing else; Ctrl-C comes after `lives` episodes; `fails` names samples that fail once."""
 
-    def __init__(self, lives=10**9, fails=()):
-        self.lives, self.fails = lives, set(fails)
+    def __init__(self, lives=10**9, fails=(), says=None):
+        self.lives, self.fails, self.says = lives, set(fails), says
         self.asked = []
 
     async def run(self, request):
@@ -42,7 +42,7 @@ class Policy:
             await asyncio.sleep(60)
         if self.asked[-1][:2] in self.fails:
             return EpisodeFailure(request.episode_id, "environment", "scripted")
-        said = random.Random(request.seed).randrange(4)
+        said = random.Random(request.seed).randrange(4) if self.says is None else self.says
         trajectory = make_trajectory(request.episode_id, task=request.task.task_id, reward=float(str(said) == request.task.payload["answer"]))
         trajectory = closed(trajectory, said != 3)
         trajectory = replace(trajectory, info={"messages": [{"role": "assistant", "content": rf"\boxed{{{said}}}"}]})
@@ -87,11 +87,10 @@ def test_every_sample_has_a_seed_of_its_own(tmp_path):
 
 
 def test_a_sample_cut_off_counts_as_wrong(tmp_path):
-    result, found = draw(tmp_path, Policy())
-    cut = [sample for sample in found.values() if sample.answer == "3"]
-    assert cut and all(sample.truncated and sample.reward == 0.0 for sample in cut)
-    assert result.truncated == len(cut)
-    assert result.problems[3].rewards == (0.0,) * K  # its right answer, 3, is only ever said in a cut turn
+    result, found = draw(tmp_path, Policy(says=3))
+    assert all(sample.truncated and sample.answer == "3" and sample.reward == 0.0 for sample in found.values())
+    assert result.truncated == len(TASKS) * K
+    assert result.problems[3].rewards == (0.0,) * K  # though 3 is its answer
 
 
 def test_a_failed_sample_is_not_written_and_drawn_again(tmp_path):
