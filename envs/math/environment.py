@@ -2,6 +2,7 @@ r"""Mathematics with a final answer: problems of a generator, or rows of a file 
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import random
 import zlib
@@ -11,7 +12,7 @@ from typing import Any
 from sao.environment import Action, Context, Message, StepResult, Task
 from sao.envs.math.families import FAMILIES, LEVELS, draw
 from sao.errors import ConfigError
-from sao.evals.graders import grade_math
+from sao.evals.symbolic import close_shared, doubt, grade
 from sao.tasks.row_source import MESSAGES_KEY
 
 SYSTEM = r"Solve the problem. Put the final answer in \boxed{}."
@@ -26,11 +27,12 @@ def split_of(question: str) -> str:
 
 
 def gold_of(answer: object) -> str:
-    """The gold answer of a row: what stands after the last ####, or all of it. Raises ValueError when that is no number."""
+    """The gold answer of a row: what stands after the last ####, or all of it. Raises ValueError when it cannot be graded against."""
     if not isinstance(answer, str | int) or isinstance(answer, bool):
         raise ValueError(f"the answer is of type {type(answer).__name__}, not a text or an integer")
     gold = str(answer).rpartition(GOLD_MARK)[2].strip()
-    grade_math(gold, gold)  # raises where it cannot be verified against itself
+    if fault := doubt(gold):
+        raise ValueError(f"the gold answer {gold[:80]!r} cannot be graded against: {fault}")
     return gold
 
 
@@ -50,7 +52,7 @@ class MathEnvironment:
         return self.messages
 
     async def step(self, action: Action) -> StepResult:
-        verdict = grade_math(action.text, self.gold)
+        verdict = await grade(action.text, self.gold)
         info = {kind: float(verdict.kind == kind) for kind in ("correct", "wrong", "unparseable")}
         return StepResult(reward=float(bool(verdict)), terminated=True, info=info)
 
@@ -59,6 +61,11 @@ class MathEnvironment:
 
     async def close(self) -> None:
         return None
+
+    @classmethod
+    async def shutdown(cls) -> None:
+        """End the graders of this worker; called once, after its last episode."""
+        await asyncio.to_thread(close_shared)
 
     @classmethod
     def check_row(cls, row: Mapping[str, Any]) -> None:
