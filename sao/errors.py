@@ -93,3 +93,9 @@ class RewardFailure(SystemFailure):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class SandboxFailure(SystemFailure):
+    """A sandbox could not be had or did not do its work; what a command did inside is an ExecResult instead."""
+
+    reason = "sandbox"
