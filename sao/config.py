@@ -145,11 +145,29 @@ class RolloutConfig:
 
 
 @dataclass
+class SandboxConfig:
+    """Where an environment's commands run (docs/how-to/sandbox.md). Only environments that ask for a sandbox have one: `sandbox = True` in the class."""
+
+    backend: str = "bwrap"  # bwrap | landlock (weaker, and says how) | docker | podman | subprocess (no protection: needs unsafe=true)
+    unsafe: bool = False  # allow backend=subprocess
+    network: bool = False  # true: the machine's own, with everything that listens on it
+    memory_mb: int = 1024  # of all processes of a sandbox together
+    disk_mb: int = 256  # of all it can write, /tmp and /dev/shm included; held in memory
+    processes: int = 64  # at once, threads included
+    cpu_s: int = 60  # of one process
+    timeout_s: float = 30.0  # of one command
+    output_kb: int = 64  # kept of what one command prints: the beginning and the end
+    read_only: list[str] = field(default_factory=list)  # further host paths it may read, under the same path
+    image: str = ""  # of docker and podman
+
+
+@dataclass
 class EnvConfig:
     name: str = "single_turn"
     target: str = "sao.envs.single_turn.environment:SingleTurnEnvironment"  # package.module:Class
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the class
     workload: str = "default"
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     data_path: str = ""  # tasks of this environment, for mixtures; empty: data.path
     eval_path: str = ""  # its held-out tasks; empty: data.eval_path where data.path is its task file
 

@@ -38,6 +38,7 @@ from sao.runtime.remote import RemoteLearner, RemoteWorkers, fetch
 from sao.runtime.run_folder import RunFolder, choose, started_by
 from sao.runtime.run_store import RunCheckpointer, RunStore
 from sao.runtime.saved import evaluated, evaluation_due
+from sao.sandbox.episode import check_sandboxes
 from sao.tasks.source import TaskSource, build_held_out, build_source, check_arguments
 
 OUTCOME = "outcome.json"  # how the run ended, for its report
@@ -59,6 +60,7 @@ def train(config: Config, overrides: Sequence[str] = (), *, started: float | Non
     check_rewards(env_configs, config.reward)
     for env in env_configs:
         check_arguments(env, config.reward)
+    check_sandboxes(env_configs)
     optima(config)
     held_out = _held_out(config)
     if config.online.shadow_drop > 0 and not source.held_out(1):

@@ -27,6 +27,7 @@ from sao.runtime.cluster import Cluster
 from sao.runtime.models import check_tokenizer, facts, prepare
 from sao.runtime.plan import check_plan, machine, make_plan
 from sao.runtime.run_folder import choose, write_atomically
+from sao.sandbox.episode import check_sandboxes
 from sao.tasks.source import build_held_out, check_arguments
 from sao.tasks.target import load_environment
 
@@ -122,6 +123,7 @@ def make_job(arguments: Sequence[str]) -> Job:
     check_rewards(envs, config.reward)
     for env in envs:
         check_arguments(env, config.reward)
+    check_sandboxes(envs)
     path = subject.model_path or prepare(config)
     check_tokenizer(config, path)
     model = facts(path)

@@ -17,6 +17,7 @@ from sao.inference.pool import EngineHandle, EnginePool
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
 from sao.rollout.last_words import named
 from sao.rollout.staleness import Finished
+from sao.sandbox.episode import sandbox_for
 from sao.tasks.source import environment_args, load_environment
 from sao.trajectory import SamplingSpec, Trajectory
 
@@ -38,6 +39,7 @@ class EpisodeWorker:
         self.config = config
         self.record = record
         self.environments = {env.name: (load_environment(env.target), environment_args(env, config.reward)) for env in env_configs}
+        self.sandboxes = {env.name: env.sandbox for env in env_configs}
         tokenizer = load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
         stops = generation_stop_ids(model_path)
         self.renderer = load_renderer(config.model.renderer, tokenizer, reasoning=config.model.reasoning, extra_stop_ids=stops)
@@ -78,19 +80,21 @@ class EpisodeWorker:
             raise EnvironmentFailure(
                 f"{environment_class.__name__} could not be built for task {request.task.task_id}: {type(error).__name__}: {error}"
             ) from error
-        return await run_episode(
-            request.task,
-            environment,
-            self.renderer,
-            self.pool.generate,
-            episode_id=request.episode_id,
-            admitted_version=request.version,
-            sampling=self._sampling(request),
-            limits=self.limits,
-            purpose=request.purpose,
-            pinned_version=request.version if request.pinned else None,
-            outage_s=partial(self.pool.outage_s, request.purpose),
-        )
+        async with sandbox_for(environment_class, self.sandboxes[request.task.environment]) as sandbox:
+            return await run_episode(
+                request.task,
+                environment,
+                self.renderer,
+                self.pool.generate,
+                episode_id=request.episode_id,
+                admitted_version=request.version,
+                sampling=self._sampling(request),
+                limits=self.limits,
+                purpose=request.purpose,
+                pinned_version=request.version if request.pinned else None,
+                sandbox=sandbox,
+                outage_s=partial(self.pool.outage_s, request.purpose),
+            )
 
     def _sampling(self, request: EpisodeRequest) -> SamplingSpec:
         sampling = self.config.rollout.sampling

@@ -89,15 +89,16 @@ def check_machine(here: Machine) -> list[Finding]:
     findings.append(
         Finding("ok" if sys.version_info >= (3, 11) else "bad", f"Python {python}", "" if sys.version_info >= (3, 11) else "use Python 3.11 or newer")
     )
-    findings.append(
-        Finding(
-            "ok" if shutil.which("bwrap") else "note",
-            "bubblewrap " + ("found" if shutil.which("bwrap") else "not found: no sandbox for model-written commands"),
-        )
-    )
     key = bool(os.environ.get("WANDB_API_KEY"))
     findings.append(Finding("ok" if key else "note", "WANDB_API_KEY " + ("set" if key else "not set: W&B stays offline")))
     return findings
+
+
+def check_sandbox() -> list[Finding]:
+    """The levels of sandbox, each tried with a command."""
+    from sao.sandbox.episode import probe
+
+    return [Finding("note" if mend else "ok", f"sandbox {name}: {what}", mend) for name, what, mend in probe()]
 
 
 def check_config(config: Config, here: Machine) -> list[Finding]:
@@ -130,7 +131,7 @@ def check_config(config: Config, here: Machine) -> list[Finding]:
 def doctor(overrides: Sequence[str]) -> int:
     """Print the findings; exit code 1 when something will not run."""
     here = machine()
-    findings = check_machine(here) + check_packages(here)
+    findings = check_machine(here) + check_packages(here) + check_sandbox()
     if overrides:
         from sao.config_load import compose
 

@@ -19,6 +19,8 @@ from sao.runtime.checkpoints import FOLDER
 from sao.runtime.models import ModelFacts, facts
 from sao.runtime.run_folder import refuse_used
 from sao.runtime.saved import FINAL
+from sao.sandbox.episode import sandbox_for
+from sao.sandbox.protocol import Sandbox
 from sao.tasks.source import environment_args, load_environment
 from sao.tasks.target import one_line
 
@@ -99,7 +101,8 @@ async def _prompt_lengths(env: EnvConfig, args: dict[str, Any], tasks: Sequence[
     lengths: list[int] = []
     try:
         for task in tasks:
-            lengths.append(await _prompt_length(env.name, environment_class, args, task, renderer))
+            async with sandbox_for(environment_class, env.sandbox) as sandbox:
+                lengths.append(await _prompt_length(env.name, environment_class, args, task, renderer, sandbox))
     except _TooSlow:
         print(f"warning: env={env.name}: reset took over {RESET_LIMIT_S:g} s, so whether its prompts fit was not checked")
     finally:
@@ -109,14 +112,14 @@ async def _prompt_lengths(env: EnvConfig, args: dict[str, Any], tasks: Sequence[
     return lengths
 
 
-async def _prompt_length(name: str, environment_class: type, args: dict[str, Any], task: Task, renderer: Renderer) -> int:
+async def _prompt_length(name: str, environment_class: type, args: dict[str, Any], task: Task, renderer: Renderer, sandbox: Sandbox | None) -> int:
     """Raises ConfigError naming the environment and its error, _TooSlow when our limit passed."""
     done = f"be built for task {task.task_id}"
     try:
         environment: Environment = environment_class(task, **args)
         done = f"open task {task.task_id}"
         try:
-            return await _opening(environment, task, renderer)
+            return await _opening(environment, task, renderer, sandbox)
         finally:
             await asyncio.wait_for(environment.close(), RESET_LIMIT_S)
     except (UserError, _TooSlow):
@@ -125,13 +128,13 @@ async def _prompt_length(name: str, environment_class: type, args: dict[str, Any
         raise ConfigError(f"env={name} cannot {done} ({one_line(error)}); mend the class or env.args") from error
 
 
-async def _opening(environment: Environment, task: Task, renderer: Renderer) -> int:
+async def _opening(environment: Environment, task: Task, renderer: Renderer, sandbox: Sandbox | None) -> int:
     """Tokens of the prompt that the turn loop would send first."""
     who = type(environment).__name__
     scope = asyncio.timeout(RESET_LIMIT_S)
     try:
         async with scope:
-            opening = await environment.reset(Context(seed=task.seed, deadline=time.monotonic() + RESET_LIMIT_S))
+            opening = await environment.reset(Context(seed=task.seed, sandbox=sandbox, deadline=time.monotonic() + RESET_LIMIT_S))
     except TimeoutError:
         if scope.expired():
             raise _TooSlow from None

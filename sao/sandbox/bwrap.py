@@ -46,6 +46,7 @@ def environment_of(box: Box, extra: Mapping[str, str]) -> dict[str, str]:
         "LANG": "C.UTF-8",
         "TERM": "dumb",
         "TMPDIR": "/tmp",
+        "GIT_CONFIG_NOSYSTEM": "1",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         **box.spec.environment,

@@ -36,6 +36,11 @@ class Children:
         self._waiting[pid] = asyncio.get_running_loop().create_future()
         return pid, self._waiting[pid]
 
+    @property
+    def known(self) -> set[int]:
+        """Those it started and that have not ended: every other child is an orphan."""
+        return set(self._waiting)
+
     def _reap(self) -> None:
         while True:
             try:

@@ -29,7 +29,14 @@ SHELL = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
 
 
 class Unavailable(SandboxFailure):
-    """sandboxd cannot give what was asked for on this node; the message ends with the mend."""
+    """sandboxd cannot give what was asked for on this node. problem: why; mend: what to do about it."""
+
+    def __init__(self, problem: str, mend: str) -> None:
+        super().__init__(problem, mend)
+        self.problem, self.mend = problem, mend
+
+    def __str__(self) -> str:
+        return f"{self.problem}; {self.mend}"
 
 
 class Sandboxes:
@@ -91,7 +98,7 @@ class Sandboxes:
         with contextlib.suppress(FileExistsError):
             self.directory.mkdir(mode=0o700)
         if self.directory.stat().st_uid != os.getuid():
-            raise Unavailable(f"{self.directory} belongs to another user; remove it or set TMPDIR")
+            raise Unavailable(f"{self.directory} belongs to another user", "remove it or set TMPDIR")
         with open(self.directory / "sandboxd.log", "ab") as said:
             process = subprocess.Popen(
                 [sys.executable, "-c", BOOTSTRAP, given, *search],
@@ -106,7 +113,7 @@ class Sandboxes:
             line = stdout.readline()
         answer = json.loads(line) if line else {"error": "sandboxd ended while it started", "mend": f"see {self.directory}/sandboxd.log"}
         if "error" in answer:
-            raise Unavailable(f"{answer['error']}; {answer['mend']}")
+            raise Unavailable(answer["error"], answer["mend"])
 
 
 _daemons: list[subprocess.Popen[bytes]] = []  # kept, since whoever forgets a child cannot reap it
@@ -150,7 +157,7 @@ class RemoteSandbox:
     async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
         await self._ask("write", data, path=path, executable=executable)
 
-    async def list(self, path: str = ".") -> list[Entry]:
+    async def entries(self, path: str = ".") -> list[Entry]:
         answer, _ = await self._ask("list", path=path)
         return [Entry(**entry) for entry in answer["entries"]]
 

@@ -48,7 +48,7 @@ class Backend(Protocol):
     async def exec(self, box: Any, argv: list[str], timeout_s: float, output_bytes: int, stdin: bytes, environment: dict[str, str]) -> ExecResult: ...
     async def read(self, box: Any, path: str, limit: int) -> bytes: ...
     async def write(self, box: Any, path: str, data: bytes, executable: bool) -> None: ...
-    async def list(self, box: Any, path: str) -> list[Entry]: ...
+    async def entries(self, box: Any, path: str) -> list[Entry]: ...
     async def fork(self, base: Any, box: Any) -> None: ...
     async def diff(self, box: Any, base: Any, limit: int) -> bytes: ...
 
@@ -154,7 +154,7 @@ class Daemon:
         return {}, b""
 
     async def _list(self, head: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
-        return {"entries": [asdict(entry) for entry in await self.backend.list(self._box(head), head["path"])]}, b""
+        return {"entries": [asdict(entry) for entry in await self.backend.entries(self._box(head), head["path"])]}, b""
 
     async def _fork(self, head: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
         base = self._box(head)
@@ -255,7 +255,9 @@ async def run(backend: Backend, directory: Path, owner: dict[str, int | None], s
     await _self_test(backend)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(directory / SOCKET)
+    os.umask(0o077)  # of the socket: whoever can connect can ask
     server = await asyncio.start_unix_server(daemon.serve, directory / SOCKET, backlog=1024)
+    os.umask(0o022)
     sweeping = asyncio.create_task(daemon.sweep())
     say({"ready": True})
     ended = asyncio.create_task(daemon.ended.wait())
@@ -282,8 +284,9 @@ def main(arguments: str) -> None:
         answer.close()
 
     os.umask(0o022)
-    directory.mkdir(mode=0o700, exist_ok=True)
-    alive = open(directory / ALIVE, "a")  # noqa: SIM115: held for as long as this process lives
+    directory.mkdir(exist_ok=True)
+    directory.chmod(0o711)  # a uid of its own has to reach its workspace, and may not look around
+    alive = os.open(directory / ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # locked for as long as this process lives
     try:
         fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from sao.errors import SandboxFailure
 from sao.sandbox import bwrap, cgroups, kernel
+from sao.sandbox.box import first_uid
+from sao.sandbox.confined import Confined
 from sao.sandbox.local import LocalBackend
 
-WEAKER = "or choose a weaker level, env.sandbox.backend=landlock"
+ENGINES = ("docker", "podman")
+BACKENDS = ("bwrap", "landlock", *ENGINES, "subprocess")
+WEAKER = "choose a weaker level, env.sandbox.backend=landlock"
+MENDS = (
+    (r"needs .*bwrap", "apt-get install bubblewrap"),
+    (r"needs .*(setpriv|prlimit)", "apt-get install util-linux"),
+    (r"namespace|unshare|uid map|Operation not permitted", "run as root, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+     "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces=10000)"),
+    (r"Landlock", "boot with lsm=landlock,... (Linux 5.13 or newer)"),
+    (r"engine", "start the engine"),
+)  # fmt: skip
 
 
 def make(name: str, directory: str) -> LocalBackend:
@@ -20,11 +33,23 @@ def make(name: str, directory: str) -> LocalBackend:
         if missing:
             raise SandboxFailure(f"env.sandbox.backend=bwrap needs {', '.join(missing)}, which this machine lacks")
         kernel.own_mounts()
-        return LocalBackend(bwrap.Bubblewrap(privileged=os.getuid() == 0), directory, sized=True, cgroups=groups)
-    raise SandboxFailure(f"there is no backend {name}")
+        uid = first_uid(Path("/proc/self/uid_map").read_text(), os.getpid()) if os.getuid() == 0 else None
+        return LocalBackend(bwrap.Bubblewrap(privileged=uid is not None), directory, first_uid=uid, sized=True, cgroups=groups)
+    if name in ("landlock", "subprocess"):
+        landlock = kernel.landlock_abi() if name == "landlock" else 0
+        if name == "landlock" and not landlock:
+            raise SandboxFailure("env.sandbox.backend=landlock: this kernel has no Landlock")
+        uid = first_uid(Path("/proc/self/uid_map").read_text(), os.getpid()) if os.getuid() == 0 else None
+        try:
+            kernel.own_mounts()
+            sized = True
+        except OSError:
+            sized = False
+        return LocalBackend(Confined(landlock, own_uid=uid is not None), directory, first_uid=uid, sized=sized, cgroups=groups)
+    raise SandboxFailure(f"env.sandbox.backend={name} is not one of {', '.join(BACKENDS)}")
 
 
 def mend(name: str, problem: str) -> str:
-    if "needs bwrap" in problem:
-        return f"apt-get install bubblewrap, {WEAKER}"
-    return WEAKER
+    """What to do about it."""
+    known = next((text for pattern, text in MENDS if re.search(pattern, problem)), "")
+    return ", or ".join(filter(None, [known, WEAKER if name == "bwrap" else ""])) or "choose another env.sandbox.backend"

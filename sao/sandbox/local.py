@@ -14,10 +14,11 @@ from typing import Protocol
 
 from sao.errors import SandboxFailure
 from sao.sandbox import files, kernel
-from sao.sandbox.box import SECCOMP_FD, STATUS_FD, Box, Slots, first_uid
+from sao.sandbox.box import SECCOMP_FD, STATUS_FD, Box, Slots
 from sao.sandbox.cgroups import Cgroups
 from sao.sandbox.children import Children, Output, input_file, kill
 from sao.sandbox.protocol import Capabilities, Entry, ExecResult, FileAccess, MiB, SandboxSpec
+from sao.sandbox.stragglers import end_stragglers
 from sao.sandbox.watchdog import Watchdog, Watched
 
 FLOOD = 16 << 20  # bytes a command may print before it is killed for it
@@ -25,7 +26,7 @@ SETTLE_S = 2.0  # between a command's end and that of the last process that hold
 HELPER_LIMIT_S = 60.0
 # From a fresh repository outside both workspaces, so that neither their .git, their attributes nor their hooks have a say.
 DIFF = """set -e
-export GIT_DIR=/tmp/diff HOME=/nonexistent GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null
+export GIT_DIR="${GIT_DIR:-/tmp/diff}" HOME=/nonexistent GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null
 git init --quiet --bare "$GIT_DIR"
 git config core.bare false
 mkdir -p "$GIT_DIR/info"
@@ -74,13 +75,15 @@ class Level(Protocol):
 class LocalBackend:
     """Boxes in one directory of this node, commands started by this process."""
 
-    def __init__(self, level: Level, directory: str, *, sized: bool, cgroups: Cgroups | None) -> None:
-        """sized: workspaces are tmpfs of this process's own mount namespace; otherwise plain directories under a watchdog."""
+    def __init__(self, level: Level, directory: str, *, first_uid: int | None, sized: bool, cgroups: Cgroups | None) -> None:
+        """first_uid: of the range from which each sandbox gets one; None: all run under ours.
+
+        sized: workspaces are tmpfs of this process's own mount namespace; otherwise plain directories under a watchdog.
+        """
         self.level, self.directory, self.sized, self.cgroups = level, Path(directory), sized, cgroups
         self.children = Children()
         self.watchdog = Watchdog(memory=cgroups is None, disk=not sized)
-        first = first_uid(Path("/proc/self/uid_map").read_text(), os.getpid()) if os.getuid() == 0 else None
-        self.slots = None if first is None else Slots(first)
+        self.slots = None if first_uid is None else Slots(first_uid)
         self._filters: dict[bytes, Path] = {}
 
     async def start(self) -> None:
@@ -129,7 +132,7 @@ class LocalBackend:
             raise FileAccess(f"{path}: {os.strerror(errno.ENOSPC)}")
         files.write(box.work, path, data, owner=box.uid, executable=executable)
 
-    async def list(self, box: Box, path: str) -> list[Entry]:
+    async def entries(self, box: Box, path: str) -> list[Entry]:
         return files.listing(box.work, path)
 
     async def fork(self, base: Box, box: Box) -> None:
@@ -207,6 +210,8 @@ class LocalBackend:
             verdict = "" if ended.done() else over.result() if over.done() else "timeout"
         finally:
             self.watchdog.remove(watched)
+            if not self.level.kills_tree:
+                end_stragglers(pid, box, self.children.known)
             if not ended.done():
                 kill(pid)
         await asyncio.wait({ended}, timeout=SETTLE_S)

@@ -1,4 +1,4 @@
-"""What a sandbox is, whoever provides it: create, exec, read, write, list, fork, diff, close.
+"""What a sandbox is, whoever provides it: create, exec, read, write, entries, fork, diff, close.
 
 A command that fails, hangs, floods or is killed for what it did is an `ExecResult`: the policy's doing, and part of the episode. A sandbox that could
 not do its work is a `SandboxFailure`: the system's, typed and counted, never a reward.
@@ -105,7 +105,7 @@ class Sandbox(Protocol):
         """Create or replace a file; directories on the way are made. Raises FileAccess where a link is on the way or the sandbox is full."""
         ...
 
-    async def list(self, path: str = ".") -> list[Entry]:
+    async def entries(self, path: str = ".") -> list[Entry]:
         """A directory by name, at most 10,000 entries. Raises FileAccess."""
         ...
 

@@ -72,11 +72,11 @@ def machine() -> str:
     return name
 
 
-def program(arch: str, *, network: bool) -> bytes:
+def program(arch: str, *, network: bool, unix: bool = True) -> bytes:
     """The filter for bwrap's --seccomp or PR_SET_SECCOMP: 8 bytes an instruction.
 
     Kills a process of another architecture or of the x32 ABI. network: false refuses every socket but AF_UNIX (and netlink, without which a resolver
-    cannot even say that there is no network); true adds IPv4 and IPv6, never AF_VSOCK, which no network namespace holds back.
+    cannot even say that there is no network); true adds IPv4 and IPv6, never AF_VSOCK, which no network namespace holds back. unix: false refuses AF_UNIX too.
     """
     column = list(AUDIT_ARCH).index(arch)
     code: list[Instruction | Label] = []
@@ -100,7 +100,7 @@ def program(arch: str, *, network: bool) -> bytes:
     code.append((RET, None, None, ALLOW))
     code += [Label("clone"), (LD_ABS, None, None, ARG0), (JSET, Label("deny"), Label("allow"), NEW_NAMESPACE)]
     code += [Label("socket"), (LD_ABS, None, None, ARG0)]
-    families = [AF_UNIX, AF_NETLINK, *([AF_INET, AF_INET6] if network else [])]
+    families = [AF_NETLINK, *([AF_UNIX] if unix else []), *([AF_INET, AF_INET6] if network else [])]
     code += [(JEQ, Label("allow"), None, family) for family in families]
     code.append((RET, None, None, ERRNO | errno.EAFNOSUPPORT))
     code += [Label("ioctl"), (LD_ABS, None, None, ARG1), (JEQ, Label("deny"), None, TIOCSTI), (JEQ, Label("deny"), Label("allow"), TIOCLINUX)]
