@@ -7,6 +7,7 @@ resolves it and the untouched repository does not. What was tried is written dow
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import json
 import random
@@ -26,7 +27,7 @@ from sao.swe.package import Package, is_support
 from sao.swe.patches import changed_line, new_file
 from sao.swe.repo import HELD_OUT, SOURCES, TASKS, TRAIN, SweTask, write_config, write_task
 from sao.swe.statement import statement
-from sao.swe.workspace import COMMIT, Create, pack, run_build, workspace_spec
+from sao.swe.workspace import COMMIT, Create, build, pack, run_build, workspace_spec
 
 DATASET = "sao/swe"
 TRIED = "tried.jsonl"
@@ -107,12 +108,19 @@ class Maker:
             self.say(f"{package.name}: left out, {len(baseline.passing)} tests pass, in {baseline.seconds:.0f} s (at most {LONGEST_SUITE_S:.0f})")
             return self._existing(package)
         waiting = iter([c for c in candidates(package, self.seed) if c.instance_id not in self.tried])
+        trying = 0  # never more at once than tasks are missing
 
         async def work() -> None:
-            for candidate in waiting:
-                if self._existing(package) >= want or time.monotonic() > self.deadline:
+            nonlocal trying
+            while self._existing(package) + trying < want and time.monotonic() < self.deadline:
+                candidate = next(waiting, None)
+                if candidate is None:
                     return
-                self._record(candidate, await self._try(candidate, source, baseline))
+                trying += 1
+                try:
+                    self._record(candidate, await self._try(candidate, source, baseline))
+                finally:
+                    trying -= 1
 
         async with asyncio.TaskGroup() as group:
             for _ in range(self.parallel):
@@ -139,8 +147,6 @@ class Maker:
 
     async def _run(self, package: Package, source: Path, changed: dict[str, bytes], tests: Sequence[str], timeout_s: float) -> TestRun:
         """Run test files of the package with some files changed."""
-        import gzip
-
         sandbox = await self.create(workspace_spec(package.import_path))
         try:
             await run_build(sandbox, UNPACK, gzip.decompress(source.read_bytes()), package.name)
@@ -155,14 +161,17 @@ class Maker:
         package, mutation = candidate.package, candidate.mutation
         before = (package.root / candidate.module).read_bytes()
         after = mutation.apply(before)
-        timeout_s = 10.0 + 5.0 * baseline.seconds
-        related = [test for test in baseline.tests if Path(candidate.module).stem.strip("_") in Path(test).stem]
-        run: TestRun | None = None
+        try:
+            compile(after, candidate.module, "exec")
+        except (SyntaxError, ValueError):
+            return "does_not_compile"
+        timeout_s = 6.0 + 4.0 * baseline.seconds
+        related = related_tests(candidate.module, baseline.tests)
         if related and len(related) < len(baseline.tests):
             run = await self._run(package, source, {candidate.module: after}, related, timeout_s)
             if run.trouble:
                 return run.trouble[1]
-            if all(run.status.get(test) in GOOD for test in baseline.passing if test.split("::")[0] in related) and baseline.seconds > 2.0:
+            if baseline.seconds > 2.0 and all(run.status.get(test) in GOOD for test in baseline.passing if test.split("::")[0] in related):
                 return "not_noticed"
         run = await self._run(package, source, {candidate.module: after}, baseline.tests, timeout_s)
         if run.trouble:
@@ -186,6 +195,12 @@ class Maker:
         support = [path.relative_to(package.root).as_posix() for path in package.root.rglob("*") if path.is_file() and not path.is_symlink()]
         kept = sorted(p for p in support if (is_support(p) or p.rsplit("/", 1)[-1] in SETTINGS) and "__pycache__" not in p and ".egg-info/" not in p)
         rows_before, rows_after = before.splitlines(), after.splitlines()
+        # As in SWE-bench, the files that show the bug decide, and those that are named after the module; where nothing in them must stay right, all.
+        tests = tuple(sorted({*hidden, *related_tests(candidate.module, baseline.tests)}))
+        passing = [test for test in baseline.passing if test not in set(failing)]
+        kept_right = tuple(test for test in passing if test.split("::")[0] in tests)
+        if not kept_right:
+            tests, kept_right = baseline.tests, tuple(passing)
         return SweTask(
             instance_id=candidate.instance_id,
             package=package.name,
@@ -199,11 +214,11 @@ class Maker:
             gold=changed_line(candidate.module, after, before, mutation.line),
             bug=changed_line(candidate.module, before, after, mutation.line),
             test_patch=b"".join(new_file(name, text) for name, text in zip(hidden, texts, strict=True)),
-            tests=baseline.tests,
+            tests=tests,
             hidden=tuple(hidden),
             kept=tuple(kept),
             fail_to_pass=failing,
-            pass_to_pass=tuple(test for test in baseline.passing if test not in set(failing)),
+            pass_to_pass=kept_right,
             mutation={
                 "kind": mutation.kind,
                 "path": candidate.module,
@@ -217,8 +232,6 @@ class Maker:
 
     async def _prove(self, task: SweTask) -> str:
         """Grade gold and nothing, in ROUNDS rounds, and write the task if all agree."""
-        from sao.swe.workspace import build
-
         sandbox = await self.create(workspace_spec(task.import_path))
         try:
             task = replace(task, base_commit=await build(sandbox, task))
@@ -258,6 +271,12 @@ def candidates(package: Package, seed: int) -> Iterator[Candidate]:
             yield queue.pop()
             if not queue:
                 order.remove(queue)
+
+
+def related_tests(module: str, tests: Sequence[str]) -> list[str]:
+    """The test files named after a module."""
+    stem = Path(module).stem.strip("_")
+    return [test for test in tests if stem in Path(test).stem] if stem != "init" else []
 
 
 def readable(test: str) -> bool:

@@ -67,23 +67,14 @@ class Mutation:
 
 
 def mutations(source: bytes) -> list[Mutation]:
-    """All of them, in file order, each giving a file that still parses. Raises SyntaxError for a file that does not."""
+    """All of them, in file order. Raises SyntaxError for a file that does not parse."""
     lines = source.splitlines(keepends=True)
     try:
         if source.decode().splitlines(keepends=True) != [line.decode() for line in lines]:
             return []  # a line break that only some readers see would shift the numbers
     except UnicodeDecodeError:
         return []
-    found = sorted(_Finder(lines).of(ast.parse(source)), key=lambda m: (m.line, m.start, m.kind))
-    return [mutation for mutation in found if _parses(mutation.apply(source))]
-
-
-def _parses(source: bytes) -> bool:
-    try:
-        ast.parse(source)
-    except SyntaxError:
-        return False
-    return True
+    return sorted(_Finder(lines).of(ast.parse(source)), key=lambda m: (m.line, m.start, m.kind))
 
 
 class _Finder:
@@ -92,21 +83,18 @@ class _Finder:
     def __init__(self, lines: list[bytes]) -> None:
         self.lines = lines
 
-    def of(self, tree: ast.Module) -> Iterator[Mutation]:
-        yield from self._scopes(tree, "")
-
-    def _scopes(self, node: ast.AST, prefix: str) -> Iterator[Mutation]:
+    def of(self, node: ast.AST, prefix: str = "") -> Iterator[Mutation]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, FUNCTIONS):
                 name = f"{prefix}{child.name}"
                 docstring = ast.get_docstring(child) or ""
                 for statement in child.body:
                     yield from self._inside(statement, name, docstring)
-                yield from self._scopes(child, f"{name}.")
+                yield from self.of(child, f"{name}.")
             elif isinstance(child, ast.ClassDef):
-                yield from self._scopes(child, f"{prefix}{child.name}.")
+                yield from self.of(child, f"{prefix}{child.name}.")
             else:
-                yield from self._scopes(child, prefix)
+                yield from self.of(child, prefix)
 
     def _inside(self, node: ast.AST, function: str, docstring: str) -> Iterator[Mutation]:
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):

@@ -5,8 +5,10 @@ The interpreter's own site-packages may hold the very package that a task broke,
 
 from __future__ import annotations
 
+import compileall
 import importlib.metadata
 import os
+import py_compile
 import re
 import shutil
 import sys
@@ -16,8 +18,8 @@ from pathlib import Path
 
 from sao.errors import UserError
 
-FORMAT = 1
-SKIPPED = shutil.ignore_patterns("site-packages", "dist-packages", "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "config-*", "*.opt-?.pyc")
+FORMAT = 2  # raise when this file copies something else
+SKIPPED = shutil.ignore_patterns("site-packages", "dist-packages", "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "config-*", "__pycache__")
 CACHE = "~/.cache/sao/swe"
 
 
@@ -38,6 +40,8 @@ def toolbox(cache: str = "") -> Path:
         library.mkdir()
         for name in _closure("pytest"):
             _copy_distribution(name, library)
+        # Without byte code every run of the tests would compile pytest; by hash, and unchecked, since nobody can change these files.
+        compileall.compile_dir(str(scratch / "lib"), quiet=2, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
         scratch.chmod(0o755)
         try:
             os.replace(scratch, target)
