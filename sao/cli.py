@@ -17,7 +17,7 @@ from typing import Any
 
 from sao.errors import INTERRUPTED, ConfigError, SystemFailure, UserError
 
-EVAL_HELP = "run=FOLDER (or model=DIRECTORY env=NAME) [env=NAME] [checkpoint=final] [n=4] [temperature=1.0] [tasks=256] and any override of the run's configuration"
+EVAL_HELP = "[aime] run=FOLDER (or model=DIRECTORY env=NAME) [env=NAME] [checkpoint=final] [n=4] [temperature=1.0] [tasks=256] and any override of the run's configuration"
 OVERRIDES_HELP = "Hydra overrides: group=choice or key=value, for instance experiment=demo train.steps=50"
 
 
@@ -67,6 +67,10 @@ def _warmstart(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
+    if args.arguments[:1] == ["aime"]:
+        from sao.evals.aime import aime_command
+
+        return aime_command(args.arguments[1:])
     from sao.evals.job import evaluate_command
 
     return evaluate_command(args.arguments)

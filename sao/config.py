@@ -208,6 +208,14 @@ class DataConfig:
     shuffle: bool = True
     pool: int = 0  # only the first N tasks are drawn, over and over; 0: all
     mixture: dict[str, float] = field(default_factory=dict)  # conf/env name -> weight; empty: `env` alone
+    # Environments of the mixture that differ from their file: name -> keys of `env` over those of conf/env/<name>.yaml, or of the file that `base` names.
+    variants: dict[str, Any] = field(default_factory=dict)
+    # What was lately earned decides what comes next: off | learnable (sometimes solved) | frontier (the hardest level that is in reach) | package.module:Class
+    curriculum: str = "off"
+    curriculum_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the strategy
+    curriculum_floor: float = 0.1  # share of the draws that goes to all tasks or levels alike
+    curriculum_recent: int = 0  # rewards of a task or level that count as recent; 0: 4 of a single task, 64 of a level
+    curriculum_column: str = ""  # column of the rows that holds their level; empty: every row by itself
 
 
 @dataclass

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from sao.config import Config, EnvConfig, OptimizerConfig
 from sao.config_algo import check_algorithm
+from sao.config_data import check_curriculum, environments_of
 from sao.config_messages import explain
 from sao.errors import ConfigError
 from sao.online.check import check_online
@@ -46,7 +47,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 # Groups whose choice must not be silently shadowed by a free-form mapping: keys below these are the user's own.
-OPEN_KEYS = ("env.args", "model.factory_args", "data.mixture", "algo.loss_args", "algo.advantage_args")
+OPEN_KEYS = ("env.args", "model.factory_args", "data.mixture", "data.variants", "data.curriculum_args", "algo.loss_args", "algo.advantage_args")
 
 LOWEST_TEMPERATURE = 0.01  # below it vLLM's softmax overflows; 0 is greedy
 
@@ -282,9 +283,7 @@ def load_env(name: str) -> EnvConfig:
 
 def environments(config: Config) -> list[EnvConfig]:
     """The environments of a run: `env` alone, or those of `data.mixture` (with `env` as configured when it is among them)."""
-    if not config.data.mixture:
-        return [config.env]
-    return [config.env if name == config.env.name else load_env(name) for name in config.data.mixture]
+    return environments_of(config, load_env)
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -337,7 +336,7 @@ def _check_ranges(config: Config) -> None:
     not_negative = (
         "rollout.staleness", "rollout.retries", "rollout.max_running", "engine.step_interval_ms", "engine.block_size", "eval.every", "critic.critic_only_steps",
         "critic.updates",
-        "algo.kl_coef", "algo.entropy_coef", "algo.whiten_patience", "data.pool", "launcher.num_cpus", "launcher.restarts",
+        "algo.kl_coef", "algo.entropy_coef", "algo.whiten_patience", "data.pool", "data.curriculum_recent", "launcher.num_cpus", "launcher.restarts",
         "checkpoint.every",
         "launcher.object_store_mb",
     )  # fmt: skip
@@ -422,6 +421,7 @@ def _check_combinations(config: Config, training: bool) -> None:
             re.compile(pattern)
         except re.error as error:
             raise ConfigError(f"critic.freeze has {pattern!r}, which is not a regular expression: {error}") from None
+    check_curriculum(config)
     limit = config.engine.max_model_len
     _refuse(
         0 < limit < rollout.max_tokens,

@@ -15,13 +15,17 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """One prompt's worth of work. `payload` is what the environment needs to build the episode (a data row, a generated question)."""
+    """One prompt's worth of work. `payload` is what the environment needs to build the episode (a data row, a generated question).
+
+    place: where its source finds it again, JSON-compatible; the source's own affair.
+    """
 
     task_id: str
     environment: str
     payload: Mapping[str, Any]
     seed: int = 0
     workload: str = "default"
+    place: Any = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

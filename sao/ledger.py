@@ -88,6 +88,7 @@ class Ledger:
     def finish(self, meta: TrajectoryMeta) -> None:
         """A running episode became a trajectory and waits for a batch."""
         entry = self._entry(meta.episode_id, "running")
+        entry.task_id = meta.task_id  # of a batch that is trained again; a curriculum may have drawn another task in its place
         entry.state = "buffered"
         entry.version = meta.oldest_version
         entry.tokens = meta.sampled_tokens

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from sao.algorithms.catalogue import critic_only_steps
@@ -33,14 +32,6 @@ FAILURE_PATIENCE = 4
 LEAST_PATIENCE = 32
 # Reasons that a fresh attempt at the same task cannot change: a prompt is as long the second time.
 PERMANENT_REASONS = frozenset({"prompt_too_long"})
-
-
-@dataclass(frozen=True)
-class Issued:
-    """An episode that has no trajectory yet; `cursor` is where its source stood before the task was drawn."""
-
-    task: Task
-    cursor: dict[str, Any]
 
 
 def total_batches(config: Config) -> int:
@@ -83,7 +74,7 @@ class TrainingLoop:
         self._failures_in_a_row = 0
         self._changed = asyncio.Event()
         self._holds: list[asyncio.Future[Any]] = []
-        self._issued: dict[int, Issued] = {}
+        self._issued: dict[int, Task] = {}  # of the episodes that have no trajectory yet
         self._lost_groups: dict[int, str] = {}  # groups with a member lost for good, and why, while others of them still run
         self._replay: Sequence[Sequence[Finished[Any]]] = ()
         self._checkpointed = 0
@@ -144,13 +135,13 @@ class TrainingLoop:
 
     def _submit(self) -> list[EpisodeRequest]:
         """Draw the next task and enter its episode, or its group of them, in the ledger."""
-        cursor, task = self.source.state_dict(), self.source.next()
+        task = self.source.next()
         requests = []
         for _ in range(self.group_size):
             episode_id = EpisodeId(self._next_ordinal)
             self._next_ordinal += 1
             self.ledger.submit(episode_id, task.task_id, task.environment, task.workload, self.published_version)
-            self._issued[episode_id.ordinal] = Issued(task, cursor)
+            self._issued[episode_id.ordinal] = task
             requests.append(self._request(episode_id, task))
         return requests
 
@@ -158,7 +149,7 @@ class TrainingLoop:
         """An episode that was running when the run stopped begins anew under the weights of now."""
         episode_id = self.ledger.entries[ordinal].episode_id
         self.ledger.restart(episode_id, self.published_version)
-        return self._request(episode_id, self._issued[ordinal].task)
+        return self._request(episode_id, self._issued[ordinal])
 
     def _request(self, episode_id: EpisodeId, task: Task) -> EpisodeRequest:
         return EpisodeRequest(episode_id, task, self.published_version, incarnation=self.incarnation)
@@ -212,7 +203,9 @@ class TrainingLoop:
     def _drop(self, episode_id: EpisodeId, reason: str, message: str, handle: Any = None, *, tokens: int = 0) -> None:
         """An episode leaves the ledger untrained. `tokens`: as for `Ledger.drop`."""
         self._lose(episode_id, reason, message, handle, tokens)
+        entry = self.ledger.entries[episode_id.ordinal]
         self.ledger.drop(episode_id, reason, tokens)
+        self.source.lost(entry.environment, entry.task_id)
 
     def _lose(self, episode_id: EpisodeId, reason: str, message: str, handle: Any, tokens: int, *, retried: bool = False) -> None:
         """Tell the observer of an attempt or an episode that is about to leave the ledger, or to begin anew."""
@@ -275,6 +268,7 @@ class TrainingLoop:
         for identity in sorted(left_out):
             self._drop(identity, "truncated", f"cut off, which algo.truncation=drop keeps from training; its tokens are in the file of step {step}")
         self.batches_done = step + 1
+        self.source.saw([item.meta for item in batch if item.meta.episode_id not in left_out])
         if self.guard is not None:
             self.guard.saw([item.meta for item in batch])
             if self.batches_done == self.actor_from:
@@ -355,7 +349,7 @@ class TrainingLoop:
             "next_ordinal": self._next_ordinal,
             "ledger": self.ledger.state_dict(),
             "source": self.source.state_dict(),
-            "issued": {str(ordinal): issued.cursor for ordinal, issued in self._issued.items()},
+            "issued": {str(ordinal): task.place for ordinal, task in self._issued.items()},
             **({"guard": self.guard.state_dict()} if self.guard is not None else {}),
             "lost_groups": {str(group): reason for group, reason in self._lost_groups.items()},
         }
@@ -369,10 +363,9 @@ class TrainingLoop:
         self.max_staleness = state["max_staleness"]
         self._next_ordinal = state["next_ordinal"]
         self.ledger.load_state_dict(state["ledger"])
-        for ordinal, cursor in state["issued"].items():
-            self.source.load_state_dict(cursor)
-            self._issued[int(ordinal)] = Issued(self.source.next(), cursor)
         self.source.load_state_dict(state["source"])
+        for ordinal, place in state["issued"].items():
+            self._issued[int(ordinal)] = self.source.again(place)
         if self.guard is not None and "guard" in state:
             self.guard.load_state_dict(state["guard"])
         for group, reason in state["lost_groups"].items():

@@ -16,6 +16,7 @@ from sao.learner.protocol import StepReport
 from sao.loop_seams import StepRow
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest, Loss
 from sao.rollout.staleness import Finished
+from sao.tasks.fixed_order import FixedOrder
 from sao.trajectory import EpisodeId, FinishReason, Segment, Trajectory
 
 
@@ -51,7 +52,7 @@ def make_trajectory(
     )
 
 
-class CountingSource:
+class CountingSource(FixedOrder):
     """Tasks 0, 1, 2, ... with a workload class chosen by `classes`."""
 
     length = None
@@ -61,9 +62,11 @@ class CountingSource:
         self.index = 0
 
     def next(self) -> Task:
-        index = self.index
         self.index += 1
-        return Task(task_id=f"task-{index}", environment="fake", payload={"index": index}, workload=self.classes[index % len(self.classes)])
+        return self.again(self.index - 1)
+
+    def again(self, place: int) -> Task:
+        return Task(f"task-{place}", "fake", {"index": place}, workload=self.classes[place % len(self.classes)], place=place)
 
     def state_dict(self) -> dict[str, Any]:
         return {"index": self.index}

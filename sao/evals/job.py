@@ -73,7 +73,7 @@ def evaluate_command(arguments: Sequence[str]) -> int:
     """
     sweeper.start()  # before the user's environments and rewards are tried
     job = make_job(arguments)
-    target = _free_name(job.folder / "evals", job.title)
+    target = free_name(job.folder / "evals", job.title)
     try:
         target.mkdir(parents=True)
     except OSError as error:
@@ -82,7 +82,7 @@ def evaluate_command(arguments: Sequence[str]) -> int:
     print(f"evaluating {job.name}: {len(job.tasks)} problems, {job.samples} samples each, temperature {job.temperature:g}")
     print(f"starting {config.engine.replicas} engine(s) and {config.rollout.workers} worker(s)", flush=True)
     try:
-        result = asyncio.run(_run(job, target))
+        result = asyncio.run(run_job(job, target))
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from group
     except KeyboardInterrupt:
@@ -102,24 +102,26 @@ def evaluate_command(arguments: Sequence[str]) -> int:
 def make_job(arguments: Sequence[str]) -> Job:
     """Everything an evaluation needs, or the UserError that says what is wrong; nothing is started or written."""
     own, overrides = saved.own_arguments(arguments, ARGUMENTS, verb="eval", others=True)
-    if ("run" in own) == ("model" in own):
-        raise ConfigError("sao eval needs run=FOLDER of a run, or model=DIRECTORY of a Hugging Face model with env=NAME: one of the two")
-    temperature = _number(own, "temperature", float, 1.0)
-    if not math.isfinite(temperature) or temperature < 0 or 0 < temperature < LOWEST_TEMPERATURE:
-        raise ConfigError(f"temperature={temperature} is not sampled at; give 0, which is greedy, or at least {LOWEST_TEMPERATURE}")
-    samples = _number(own, "n", int, 4 if temperature > 0 else 1)
-    subject = _of_run(own, overrides) if "run" in own else _of_model(own, overrides)
-    count = _number(own, "tasks", int, subject.config.eval.tasks)
+    temperature = temperature_of(own, 1.0)
+    samples = number(own, "n", int, 4 if temperature > 0 else 1)
+    subject = subject_of(own, overrides)
+    count = number(own, "tasks", int, subject.config.eval.tasks)
     for key, value in (("n", samples), ("tasks", count)):
         if value < 1:
             raise ConfigError(f"{key}={value} must be at least 1")
-    config = _for_evaluation(subject.config)
+    config = for_evaluation(subject.config)
     check(config, training=False)
     envs = environments(config)
     tasks = build_held_out(config, envs, count)
     if not tasks:
         name = "+".join(env.name for env in envs)
         raise ConfigError(f"env={name} has no held-out tasks: set data.eval_path to a file of tasks the policy was not trained on")
+    return checked(subject, config, tasks, samples, temperature)
+
+
+def checked(subject: Subject, config: Config, tasks: Sequence[Task], samples: int, temperature: float) -> Job:
+    """The job, once rewards, environments, model, tokenizer and plan are found to suit it; makes the model where it has to be made."""
+    envs = environments(config)
     check_rewards(envs, config.reward)
     for env in envs:
         check_arguments(env, config.reward)
@@ -129,6 +131,13 @@ def make_job(arguments: Sequence[str]) -> Job:
     model = facts(path)
     check_plan(config, make_plan(config, model, machine(), training=False), model)
     return Job(subject.name, config, path, subject.folder, samples, temperature, tasks, subject.about)
+
+
+def subject_of(own: dict[str, str], overrides: Sequence[str]) -> Subject:
+    """What `run=` or `model=` names, with the configuration that `overrides` make of it."""
+    if ("run" in own) == ("model" in own):
+        raise ConfigError("sao eval needs run=FOLDER of a run, or model=DIRECTORY of a Hugging Face model with env=NAME: one of the two")
+    return _of_run(own, overrides) if "run" in own else _of_model(own, overrides)
 
 
 def _of_run(own: dict[str, str], overrides: Sequence[str]) -> Subject:
@@ -176,7 +185,7 @@ def _choose_environment(config: Config, name: str) -> Config:
     )  # phases are of the environment they were written for
 
 
-def _for_evaluation(config: Config) -> Config:
+def for_evaluation(config: Config) -> Config:
     """What only training needs is taken out of the way of the checks; a held-out file alone is enough data."""
     data = config.data
     if data.eval_path and not data.path:
@@ -184,14 +193,21 @@ def _for_evaluation(config: Config) -> Config:
     return replace(config, data=data, critic=replace(config.critic, freeze=[]), learner=replace(config.learner, device="auto"))
 
 
-def _number(own: dict[str, str], key: str, kind: Callable[[str], Any], default: Any) -> Any:
+def temperature_of(own: dict[str, str], default: float) -> float:
+    temperature: float = number(own, "temperature", float, default)
+    if not math.isfinite(temperature) or temperature < 0 or 0 < temperature < LOWEST_TEMPERATURE:
+        raise ConfigError(f"temperature={temperature} is not sampled at; give 0, which is greedy, or at least {LOWEST_TEMPERATURE}")
+    return temperature
+
+
+def number(own: dict[str, str], key: str, kind: Callable[[str], Any], default: Any) -> Any:
     try:
         return kind(own[key]) if key in own else default
     except ValueError:
         raise ConfigError(f"{key}={own[key]} is not {'a whole number' if kind is int else 'a number'}") from None
 
 
-def _free_name(folder: Path, title: str) -> Path:
+def free_name(folder: Path, title: str) -> Path:
     """`title`, or with a number when an earlier evaluation has it: results are never overwritten."""
     names = [title, *(f"{title}-{i}" for i in range(2, 10_000))]
     return next(folder / name for name in names if not (folder / name).exists() and not (folder / f"{name}.json").exists())
@@ -216,15 +232,18 @@ class _Counting:
         return outcome
 
 
-async def _run(job: Job, logs: Path) -> EvalResult:
-    """The engines of a checkpoint start with its weights, under version 0 of their own count, and nothing publishes to them."""
+async def run_job(job: Job, logs: Path, through: Callable[[EpisodeRunner], EpisodeRunner] = lambda workers: workers) -> EvalResult:
+    """The engines of a checkpoint start with its weights, under version 0 of their own count, and nothing publishes to them.
+
+    through: what stands between the evaluation and the workers.
+    """
     config = job.config
     async with Cluster(config, environments(config), job.model_path, logs, learner=False) as cluster:
         cluster.engines()
         watcher = asyncio.create_task(cluster.watch(lambda snapshots: None))
         work = asyncio.create_task(
             evaluate(
-                _Counting(cluster.workers(), len(job.tasks) * job.samples),
+                through(_Counting(cluster.workers(), len(job.tasks) * job.samples)),
                 job.tasks,
                 name=job.name,
                 version=0,

@@ -9,10 +9,11 @@ from typing import Any
 from sao.config import EnvConfig, OnlineConfig
 from sao.environment import Task
 from sao.online.schedule import Schedule
+from sao.tasks.fixed_order import FixedOrder
 from sao.tasks.procedural import HELD_OUT, TRAIN, ProceduralSource
 
 
-class StreamSource:
+class StreamSource(FixedOrder):
     """An endless stream whose phase is a function of the position alone. The cursor is the position of the next prompt.
 
     A task carries its phase: its payload was made by the phase's arguments, and its workload is the phase's name, by which the ledger counts it,
@@ -43,6 +44,9 @@ class StreamSource:
 
     def _task(self, position: int) -> Task:
         return self._regimes[self.schedule.phase(position).name].task(position, TRAIN)
+
+    def again(self, place: Any) -> Task:
+        return self._task(place[0])
 
     def held_out(self, n: int) -> list[Task]:
         """n held-out tasks, the regimes in turn; every regime is asked the same questions, as far as its arguments leave them the same."""

@@ -15,7 +15,7 @@ class EpisodeRequest:
     """One episode to run. `version`: the weights published when it was admitted. `temperature` None: the training distribution.
 
     pinned: fail rather than sample under any other version than `version` (evaluation). incarnation: how often the run had been resumed; a version
-    number means the same weights only within one.
+    number means the same weights only within one. seed: of the sampling, None as in training.
     """
 
     episode_id: EpisodeId
@@ -25,6 +25,7 @@ class EpisodeRequest:
     temperature: float | None = None
     pinned: bool = False
     incarnation: int = 0
+    seed: int | None = None
 
     @property
     def name(self) -> str:

@@ -104,7 +104,7 @@ class EpisodeWorker:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             stop=self.renderer.stop_ids,
-            seed=None,  # per-request generators slow batched sampling, and an asynchronous run is not reproducible by them
+            seed=request.seed,  # None in training: per-request generators slow batched sampling, and an asynchronous run is not reproducible by them
             max_tokens=self.config.rollout.max_turn_tokens,
         )
 

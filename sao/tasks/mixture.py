@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sao.environment import Task
@@ -17,6 +18,7 @@ from sao.errors import ConfigError
 
 if TYPE_CHECKING:
     from sao.tasks.source import TaskSource
+    from sao.trajectory import TrajectoryMeta
 
 T = TypeVar("T")
 
@@ -73,7 +75,18 @@ class Mixture:
         name = self._credits.draw()
         task = self._sources[name].next()
         self._counts[name] += 1
-        return task
+        return replace(task, place=[name, task.place])
+
+    def again(self, place: Any) -> Task:
+        name, within = place
+        return replace(self._sources[name].again(within), place=place)
+
+    def saw(self, batch: Sequence[TrajectoryMeta]) -> None:
+        for name, source in self._sources.items():
+            source.saw([meta for meta in batch if meta.environment == name])
+
+    def lost(self, environment: str, task_id: str) -> None:
+        self._sources[environment].lost(environment, task_id)
 
     def held_out(self, n: int) -> list[Task]:
         """n held-out tasks in the mixture's proportions, fewer when the sources hold fewer."""

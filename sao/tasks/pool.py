@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from sao.environment import Task
 from sao.errors import ConfigError
+from sao.tasks.fixed_order import FixedOrder
 
 if TYPE_CHECKING:
     from sao.tasks.source import TaskSource
 
 
-class Pool:
+class Pool(FixedOrder):
     """Draws task 0, 1, ..., size - 1 of `source`, then task 0 again. The cursor is the number of draws; the tasks are kept, as the same objects.
 
     Raises ConfigError when the source has fewer tasks than that.
@@ -37,6 +38,9 @@ class Pool:
             self._tasks.append(self._source.next())
         self.drawn += 1
         return self._tasks[index]
+
+    def again(self, place: Any) -> Task:
+        return self._source.again(place)
 
     def held_out(self, n: int) -> list[Task]:
         return self._source.held_out(n)

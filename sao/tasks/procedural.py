@@ -9,6 +9,7 @@ from typing import Any
 
 from sao.environment import Task
 from sao.errors import ConfigError, DataError
+from sao.tasks.fixed_order import FixedOrder
 from sao.tasks.target import one_line
 
 TRAIN = "train"
@@ -20,7 +21,7 @@ def task_seed(seed: int, split: str, index: int) -> int:
     return random.Random(f"{seed}/{split}/{index}/episode").getrandbits(31)
 
 
-class ProceduralSource:
+class ProceduralSource(FixedOrder):
     """An endless stream from `environment.generate_payload(rng, split, **args)`. The cursor is the index of the next task.
 
     Raises ConfigError when the class has no generator or the generator refuses `args`, which is tried once here. key: what `args` are called then.
@@ -60,6 +61,10 @@ class ProceduralSource:
         self._next += 1
         return task
 
+    def again(self, place: Any) -> Task:
+        index, level = place
+        return self.task(index, self.split, level)
+
     def held_out(self, n: int) -> list[Task]:
         """The first n tasks of the held-out split; they do not depend on how far training has come."""
         return [self.task(index, HELD_OUT) for index in range(n)]
@@ -77,9 +82,21 @@ class ProceduralSource:
     def metrics(self) -> dict[str, float]:
         return {f"rollout/tasks/{self.name}": float(self._next)}
 
-    def task(self, index: int, split: str) -> Task:
-        """Task `index` of a split, wherever the cursor stands."""
-        payload = self._environment.generate_payload(random.Random(f"{self._seed}/{split}/{index}"), split, **self._args)
+    def task(self, index: int, split: str, level: int | str | None = None) -> Task:
+        """Task `index` of a split, wherever the cursor stands. level: the difficulty asked of the generator; None leaves it to `args`."""
+        args = self._args if level is None else {**self._args, "level": level}
+        payload = self._environment.generate_payload(random.Random(f"{self._seed}/{split}/{index}"), split, **args)
         if not isinstance(payload, Mapping) or inspect.iscoroutine(payload):
             raise DataError(f"generate_payload of env={self.name} returned a {type(payload).__name__}; it must return a dict")
-        return Task(f"{self.name}/{split}/{index}", self.name, payload, task_seed(self._seed, split, index), self.workload)
+        task_id = f"{self.name}/{split}/{index}" if level is None else f"{self.name}/{split}/{level}/{index}"
+        return Task(task_id, self.name, payload, task_seed(self._seed, split, index), self.workload, [index, level])
+
+    def levels(self) -> list[int | str]:
+        """The difficulties that the class offers for `args`, easiest first; empty where it offers none. Raises ConfigError for what cannot be levels."""
+        offered = getattr(self._environment, "levels", None)
+        if not callable(offered):
+            return []
+        levels = list(offered(**self._args))
+        if len(set(map(str, levels))) != len(levels) or any(not isinstance(level, int | str) or "/" in str(level) for level in levels):
+            raise ConfigError(f"levels() of env={self.name} returned {levels}; levels are different numbers or names without a slash")
+        return levels

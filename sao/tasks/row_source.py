@@ -9,6 +9,7 @@ from typing import Any
 
 from sao.environment import Task
 from sao.errors import DataError
+from sao.tasks.fixed_order import FixedOrder
 from sao.tasks.procedural import HELD_OUT, TRAIN, task_seed
 from sao.tasks.rows import Rows, messages_of
 
@@ -18,14 +19,14 @@ MESSAGES_KEY = "_messages"
 MOST_MEASURED = 10_000
 
 
-def row_task(rows: Rows, index: int, *, name: str, split: str, seed: int, prompt_column: str, workload: str) -> Task:
+def row_task(rows: Rows, index: int, *, name: str, split: str, seed: int, prompt_column: str, workload: str, place: Any = None) -> Task:
     """The task of one row: its id stays the same in every epoch."""
     row = rows[index]
     payload = {**row, MESSAGES_KEY: messages_of(row[prompt_column])}
-    return Task(f"{name}/{split}/{index}", name, payload, seed, workload)
+    return Task(f"{name}/{split}/{index}", name, payload, seed, workload, place)
 
 
-class RowSource:
+class RowSource(FixedOrder):
     """Every row once per epoch, in file order or in an order drawn from (seed, epoch).
 
     `held_out` takes its tasks from other rows, evenly spaced over that file and the same for every seed; without such a file there are none.
@@ -59,12 +60,35 @@ class RowSource:
         return len(self._rows)
 
     def next(self) -> Task:
-        epoch, offset = divmod(self._position, len(self._rows))
-        seed = task_seed(self._seed, TRAIN, self._position)
-        index = self._index(epoch, offset)
-        task = row_task(self._rows, index, name=self.name, split=TRAIN, seed=seed, prompt_column=self._prompt_column, workload=self.workload)
+        task = self.task(self._index(*divmod(self._position, len(self._rows))), self._position)
         self._position += 1
         return task
+
+    def task(self, index: int, position: int) -> Task:
+        """Row `index` as draw `position` gives it: the draw decides the episode's seed."""
+        return row_task(
+            self._rows,
+            index,
+            name=self.name,
+            split=TRAIN,
+            seed=task_seed(self._seed, TRAIN, position),
+            prompt_column=self._prompt_column,
+            workload=self.workload,
+            place=[index, position],
+        )
+
+    def again(self, place: Any) -> Task:
+        return self.task(*place)
+
+    def column(self, name: str) -> list[Any]:
+        """A column's value in every row. Raises DataError naming the first row that lacks it."""
+        values = []
+        for index in range(len(self._rows)):
+            value = self._rows[index].get(name)
+            if value is None:
+                raise DataError(f"the task file of env={self.name} has no {name!r} in {self._rows.label(index)}, which data.curriculum_column names")
+            values.append(value)
+        return values
 
     def held_out(self, n: int) -> list[Task]:
         rows = self._held_out_rows
@@ -78,18 +102,7 @@ class RowSource:
         rows = [step * len(self._rows) // count for step in range(count)]
         by_length = sorted(rows, key=self._prompt_chars, reverse=True)
         picked = [*by_length[: n - 1], *by_length[n - 1 :][-1:]]
-        return [
-            row_task(
-                self._rows,
-                row,
-                name=self.name,
-                split=TRAIN,
-                seed=task_seed(self._seed, TRAIN, 0),
-                prompt_column=self._prompt_column,
-                workload=self.workload,
-            )
-            for row in picked
-        ]
+        return [self.task(row, 0) for row in picked]
 
     def _prompt_chars(self, index: int) -> int:
         return sum(len(message.get("content") or "") for message in messages_of(self._rows[index][self._prompt_column]))

@@ -7,11 +7,12 @@ afterwards JSON lines are read from the file by offset, Parquet stays one Arrow 
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ Row = dict[str, Any]
 
 SHOWN_BAD_ROWS = 5
 LINE_SUFFIXES = (".jsonl", ".ndjson")
-FORMS = "use .jsonl, .parquet, a directory saved by `datasets`, or a hub id such as org/name"
+FORMS = "use .jsonl, .parquet, .csv, a directory saved by `datasets`, or a hub id such as org/name"
 # A path with one of these endings is a file that the user expects here, never the id of a hub data set.
 FILE_SUFFIXES = (*LINE_SUFFIXES, ".parquet", ".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip", ".yaml", ".yml", ".pkl", ".xlsx")
 # What data sets call the prompt when they do not call it `prompt`.
@@ -42,6 +43,9 @@ class RowFormat:
 
     prompt_column: str = "prompt"
     max_prompt_chars: int = 200_000
+    check: Callable[[Mapping[str, Any]], None] | None = (
+        None  # what the environment wants of a row (`check_row` of its class): ValueError with the reason
+    )
 
 
 class Rows(Protocol):
@@ -105,6 +109,11 @@ def check_row(row: Any, form: RowFormat) -> None:
             raise BadRow("the prompt holds half of a surrogate pair, which is not valid Unicode") from error
     if "reward_model" in row:
         _check_verl(row)
+    if form.check is not None:
+        try:
+            form.check(row)
+        except ValueError as error:
+            raise BadRow(str(error)) from None
 
 
 def _mend_column(row: Mapping[str, Any]) -> str:
@@ -149,7 +158,7 @@ class _Findings:
 def open_rows(path: str, *, key: str = "data.path", split: str = "train", form: RowFormat | None = None) -> Rows:
     """Open a task file and check every row.
 
-    path: a .jsonl, .ndjson or .parquet file, a directory of `datasets`, or a hub id (`org/name` or `org/name:configuration`).
+    path: a .jsonl, .ndjson, .parquet or .csv file, a directory of `datasets`, or a hub id (`org/name` or `org/name:configuration`).
     key: the configuration key that holds the path, for messages. split: of a `datasets` source.
 
     Raises DataError: no such file, unknown kind, no rows, or bad rows (up to 5 are named by line or row with the reason, all are counted).
@@ -163,6 +172,8 @@ def open_rows(path: str, *, key: str = "data.path", split: str = "train", form: 
             return _JsonLines(file, source, form)
         if suffix == ".parquet":
             return _ArrowRows(file, source, form)
+        if suffix == ".csv":
+            return _CsvRows(file, source, form)
         raise DataError(f"{source} has the unknown extension {suffix or '(none)'!r}; {FORMS}")
     if file.is_dir():
         return _DatasetRows(_load_directory(file, source, split), source, form)
@@ -259,6 +270,74 @@ class _ArrowRows:
 
     def label(self, index: int) -> str:
         return f"row {index + 1}"
+
+
+class _CsvRows:
+    """A CSV file with a header, in memory; every value is a string."""
+
+    def __init__(self, file: Path, source: str, form: RowFormat) -> None:
+        findings = _Findings(source)
+        self._rows: list[Row] = []
+        self._lines: list[int] = []
+        try:
+            with file.open(encoding="utf-8-sig", newline="") as stream:
+                reader = csv.DictReader(stream, strict=True)
+                for row in reader:
+                    findings.total += 1
+                    self._rows.append(row)
+                    self._lines.append(reader.line_num)
+                    try:
+                        _check_width(row)
+                        check_row(row, form)
+                    except BadRow as error:
+                        findings.add(f"line {reader.line_num}", str(error))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{source} is not readable CSV ({one_line(error, 120)})") from error
+        findings.finish()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return dict(self._rows[index])
+
+    def label(self, index: int) -> str:
+        return f"line {self._lines[index]}"
+
+
+def _check_width(row: Mapping[Any, Any]) -> None:
+    """A row of another width than the header is shifted: a comma was not quoted, or a column is missing."""
+    if None in row:
+        raise BadRow(f"it has {len(row[None])} values more than the header has columns; quote what holds a comma")
+    if None in row.values():
+        raise BadRow("it has fewer values than the header has columns")
+
+
+def columns(path: str, *, key: str = "data.path", split: str = "train") -> list[str]:
+    """The columns of a task file, of its first row where rows may differ. Raises DataError as `open_rows` does, for what it can see without reading on."""
+    source = f"{key}={path}"
+    file = Path(path).expanduser()
+    suffix = file.suffix.lower()
+    try:
+        if file.is_file() and suffix in LINE_SUFFIXES:
+            with file.open("rb") as stream:
+                first = next((line for line in stream if line.strip()), b"{}")
+            row = _parse_line(first)
+            return [str(name) for name in row] if isinstance(row, Mapping) else []
+        if file.is_file() and suffix == ".csv":
+            with file.open(encoding="utf-8-sig", newline="") as stream:
+                return next(csv.reader(stream), [])
+        if file.is_file() and suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            return list(pq.read_schema(file).names)
+    except (BadRow, OSError, ValueError, csv.Error):
+        return []  # opening the file says what is wrong
+    if file.is_dir():
+        return list(_load_directory(file, source, split).column_names)
+    if file.is_file() or suffix in FILE_SUFFIXES:
+        return []
+    return list(_load_hub(path, source, split).column_names)
 
 
 def _rows_of_batch(batch: Any) -> Iterator[Row | BadRow]:

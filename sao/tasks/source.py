@@ -16,18 +16,20 @@ from sao.config import Config, EnvConfig, RewardConfig
 from sao.environment import Task
 from sao.errors import ConfigError
 from sao.online.stream import StreamSource
+from sao.tasks.curriculum import Curriculum, with_curriculum
 from sao.tasks.mixture import Mixture, interleave, shares_of
 from sao.tasks.pool import Pool
 from sao.tasks.procedural import ProceduralSource
 from sao.tasks.row_source import RowSource, held_out_of_rows
 from sao.tasks.rows import RowFormat, Rows, open_rows
 from sao.tasks.target import load_environment
+from sao.trajectory import TrajectoryMeta
 
 __all__ = ["TaskSource", "build_held_out", "build_source", "check_arguments", "environment_args", "load_environment"]
 
 
 class TaskSource(Protocol):
-    """A stream of tasks that never ends. Its whole state is a cursor: loading one seeks, it never replays what came before."""
+    """A stream of tasks that never ends. Its state is a cursor, and with a curriculum what it knows of rewards: loading one seeks, nothing is drawn again."""
 
     name: str
 
@@ -38,6 +40,18 @@ class TaskSource(Protocol):
 
     def next(self) -> Task:
         """The task at the cursor, which moves on by one."""
+        ...
+
+    def again(self, place: Any) -> Task:
+        """The task that `next` returned with this `place`, wherever the cursor stands; the cursor stays."""
+        ...
+
+    def saw(self, batch: Sequence[TrajectoryMeta]) -> None:
+        """These episodes were trained, in this order. Batches that a resumed run trains again come again; those before its checkpoint are in the state."""
+        ...
+
+    def lost(self, environment: str, task_id: str) -> None:
+        """An episode of this task ended untrained, for whatever reason."""
         ...
 
     def held_out(self, n: int) -> list[Task]:
@@ -65,9 +79,16 @@ def build_source(config: Config, env_configs: Sequence[EnvConfig]) -> TaskSource
     env_configs: the resolved environments of `data.mixture`, or `config.env` alone. Raises ConfigError or DataError with the mend.
     """
     weights = _weights(config, env_configs)
+    data = config.data
     sources = [_source(config, env, alone=len(env_configs) == 1) for env in env_configs]
-    source: TaskSource = Mixture(sources, weights) if weights else sources[0]
-    return Pool(source, config.data.pool) if config.data.pool else source
+    if data.pool:
+        return with_curriculum(data, Pool(Mixture(sources, weights) if weights else sources[0], data.pool), config.seed)
+    chosen = [with_curriculum(data, source, config.seed) for source in sources]
+    if data.curriculum != "off" and not any(isinstance(source, Curriculum) for source in chosen):
+        raise ConfigError(
+            f"data.curriculum={data.curriculum} has nothing to choose among: env={env_configs[0].name} offers no levels; set data.pool=N for N tasks"
+        )
+    return Mixture(chosen, weights) if weights else chosen[0]
 
 
 def build_held_out(config: Config, env_configs: Sequence[EnvConfig], n: int | None = None) -> list[Task]:
@@ -150,8 +171,8 @@ def _generator_args(env: EnvConfig) -> dict[str, Any]:
     return {name: value for name, value in env.args.items() if name != "reward"}
 
 
-def _open(config: Config, path: str, key: str) -> Rows:
-    form = RowFormat(config.data.prompt_column, config.data.max_prompt_chars)
+def _open(config: Config, env: EnvConfig, path: str, key: str) -> Rows:
+    form = RowFormat(config.data.prompt_column, config.data.max_prompt_chars, getattr(load_environment(env.target), "check_row", None))
     return open_rows(path, key=key, split=config.data.split, form=form)
 
 
@@ -163,10 +184,10 @@ def _source(config: Config, env: EnvConfig, alone: bool) -> TaskSource:
         return ProceduralSource(load_environment(env.target), name=env.name, seed=config.seed, args=_generator_args(env), workload=env.workload)
     eval_path, eval_key = _eval_file(config, env, key)
     return RowSource(
-        _open(config, path, key),
+        _open(config, env, path, key),
         name=env.name,
         seed=config.seed,
-        held_out_rows=_open(config, eval_path, eval_key) if eval_path else None,
+        held_out_rows=_open(config, env, eval_path, eval_key) if eval_path else None,
         shuffle=config.data.shuffle,
         prompt_column=config.data.prompt_column,
         workload=env.workload,
@@ -180,5 +201,5 @@ def _held_out(config: Config, env: EnvConfig, alone: bool, n: int) -> list[Task]
     eval_path, eval_key = _eval_file(config, env, key)
     if not eval_path:
         return []
-    rows = _open(config, eval_path, eval_key)
+    rows = _open(config, env, eval_path, eval_key)
     return held_out_of_rows(rows, n, name=env.name, seed=config.seed, prompt_column=config.data.prompt_column, workload=env.workload)

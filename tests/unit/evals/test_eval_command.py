@@ -164,7 +164,7 @@ def ready(project, monkeypatch):
         return main(["eval", "run=run", "n=2", *arguments])
 
     ready.outcome = lambda: EvalResult("final", "calculator", 0, 1.0, 0.5, 0.0, 1.0, 1, 0, 1, 99, 2.5, 2, (Problem("a", (0.5,)),))
-    monkeypatch.setattr(job, "_run", run)
+    monkeypatch.setattr(job, "run_job", run)
     monkeypatch.setattr(job.sweeper, "start", lambda: None)
     return ready
 
