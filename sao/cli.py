@@ -71,6 +71,10 @@ def _eval(args: argparse.Namespace) -> int:
         from sao.evals.aime import aime_command
 
         return aime_command(args.arguments[1:])
+    if args.arguments[:1] == ["swebench"]:
+        from sao.evals.swebench import swebench_command
+
+        return swebench_command(args.arguments[1:])
     from sao.evals.job import evaluate_command
 
     return evaluate_command(args.arguments)

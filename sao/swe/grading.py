@@ -88,34 +88,45 @@ class TestRun:
 
 
 async def grade(task: SweTask, patch: str | bytes | None, create: Create) -> Verdict:
-    """The verdict on one patch. Raises SandboxFailure when no sandbox could say."""
+    """The verdict on one patch, in a sandbox of its own. Raises SandboxFailure when no sandbox could say."""
     data = patches.normal(patch or b"")
     if refusal := patches.judge(data):
         return Verdict(task.instance_id, refusal.verdict, refusal.kind, refusal.text)
-    return await _graded(task, data, create)
+    return await _in_fresh(task, data, create)
 
 
 async def grade_untouched(task: SweTask, create: Create) -> Verdict:
     """The verdict on the repository as it is handed out, which a good task leaves unresolved."""
-    return await _graded(task, b"", create)
+    return await _in_fresh(task, b"", create)
 
 
-async def _graded(task: SweTask, patch: bytes, create: Create) -> Verdict:
-    sandbox = await create(workspace_spec(task.import_path))
+async def grade_in(sandbox: Sandbox, task: SweTask, patch: bytes) -> Verdict:
+    """The verdict on one patch, in a sandbox that holds the built repository and in which no command of the policy ever ran."""
+    data = patches.normal(patch)
+    if refusal := patches.judge(data):
+        return Verdict(task.instance_id, refusal.verdict, refusal.kind, refusal.text)
+    return await _graded(sandbox, task, data)
+
+
+async def _in_fresh(task: SweTask, patch: bytes, create: Create) -> Verdict:
+    sandbox = await create(workspace_spec())
     try:
         await build(sandbox, task)
-        if patch:
-            await sandbox.write(".patch", patch)
-            applied = await sandbox.exec(APPLY)
-            if applied.rc:
-                why = f"apply_{patches.why_not_applied(patch)}"
-                return Verdict(task.instance_id, "error", why, f"the patch does not apply: {_last(applied.text)}", log=applied.text)
-        if trouble := await _restore(sandbox, task):
-            return Verdict(task.instance_id, *trouble)
-        run = await run_tests(sandbox, task.import_path, task.tests, task.timeout_s)
+        return await _graded(sandbox, task, patch)
     finally:
         await sandbox.close()
-    return compare(task, run)
+
+
+async def _graded(sandbox: Sandbox, task: SweTask, patch: bytes) -> Verdict:
+    if patch:
+        await sandbox.write(".patch", patch)
+        applied = await sandbox.exec(["bash", "-c", APPLY])
+        if applied.rc:
+            why = f"apply_{patches.why_not_applied(patch)}"
+            return Verdict(task.instance_id, "error", why, f"the patch does not apply: {_last(applied.text)}", log=applied.text)
+    if trouble := await _restore(sandbox, task):
+        return Verdict(task.instance_id, *trouble)
+    return compare(task, await run_tests(sandbox, task.import_path, task.tests, task.timeout_s))
 
 
 async def _restore(sandbox: Sandbox, task: SweTask) -> tuple[str, str, str] | None:

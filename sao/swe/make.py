@@ -147,7 +147,7 @@ class Maker:
 
     async def _run(self, package: Package, source: Path, changed: dict[str, bytes], tests: Sequence[str], timeout_s: float) -> TestRun:
         """Run test files of the package with some files changed."""
-        sandbox = await self.create(workspace_spec(package.import_path))
+        sandbox = await self.create(workspace_spec())
         try:
             await run_build(sandbox, UNPACK, gzip.decompress(source.read_bytes()), package.name)
             for path, data in changed.items():
@@ -232,7 +232,7 @@ class Maker:
 
     async def _prove(self, task: SweTask) -> str:
         """Grade gold and nothing, in ROUNDS rounds, and write the task if all agree."""
-        sandbox = await self.create(workspace_spec(task.import_path))
+        sandbox = await self.create(workspace_spec())
         try:
             task = replace(task, base_commit=await build(sandbox, task))
         finally:

@@ -6,6 +6,7 @@ import gzip
 import io
 import tarfile
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -35,34 +36,29 @@ git apply --whitespace=nowarn {PATCHES}/bug.patch
 if [ -s {PATCHES}/test.patch ]; then git apply --whitespace=nowarn -R {PATCHES}/test.patch; fi
 rm -r {PATCHES}
 {COMMIT}"""
-JUNK = ("__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis")
+JUNK = {"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"}
 
 
-def workspace_spec(import_path: str, *, tools: Path | None = None, memory_mb: int = 1024, disk_mb: int = 256) -> SandboxSpec:
-    """The sandbox of a task: this interpreter without its packages, pytest, git, no network."""
-    tools = tools or toolbox()
-    path = WORKSPACE if import_path == "." else f"{WORKSPACE}/{import_path}"
-    return SandboxSpec(
-        memory_mb=memory_mb,
-        disk_mb=disk_mb,
-        read_only=(str(tools),),
-        environment={
-            "PATH": f"{tools}/bin:/usr/local/bin:/usr/bin:/bin",
-            "LD_LIBRARY_PATH": f"{tools}/lib",
-            "PYTHONPATH": path,
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONHASHSEED": "0",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-            "NO_COLOR": "1",
-            "TERM": "dumb",
-            "LC_ALL": "C.UTF-8",
-            "HOME": "/tmp",
-            "GIT_CONFIG_NOSYSTEM": "1",
-            "GIT_CONFIG_GLOBAL": "/dev/null",
-            "GIT_PAGER": "cat",
-            "PAGER": "cat",
-        },
-    )
+def workspace_spec(base: SandboxSpec | None = None) -> SandboxSpec:
+    """The sandbox of a task: this interpreter without its packages, pytest, git; limits from `base`."""
+    tools = toolbox()
+    base = base or SandboxSpec()
+    environment = {
+        "PATH": f"{tools}/bin:/usr/local/bin:/usr/bin:/bin",
+        "LD_LIBRARY_PATH": f"{tools}/lib",
+        "PYTHONPATH": f"{WORKSPACE}:{WORKSPACE}/src",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTEST_ADDOPTS": "-p no:cacheprovider --color=no",
+        "NO_COLOR": "1",
+        "HOME": "/tmp",
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_GLOBAL": "/dev/null",
+        "GIT_PAGER": "cat",
+        "PAGER": "cat",
+    }
+    return replace(base, read_only=(*base.read_only, str(tools)), environment={**environment, **base.environment})
 
 
 def pack(package: Package, target: Path) -> Path:
@@ -102,16 +98,15 @@ def _archive(source: Path) -> bytes:
     return gzip.decompress(source.read_bytes())
 
 
-async def changes(sandbox: Sandbox, task: SweTask, create: Create, spec: SandboxSpec) -> bytes:
-    """What was done to the repository since it was built, as `git diff --binary`; caches of tools are left out.
+async def changes(sandbox: Sandbox, base: Sandbox) -> bytes:
+    """What was done to the repository since `base`, a copy of it from before, as `git diff --binary`; caches of tools are left out.
 
-    Taken from outside, against a repository built again: what the sandbox's own .git says is not asked.
+    Taken from outside: what the sandbox's own .git says is not asked.
     """
-    base = await create(spec)
-    try:
-        await build(base, task)
-        patch = await sandbox.diff(base)
-    finally:
-        await base.close()
-    kept = [part for part in sections(patch) if not any(name in JUNK for path in paths(part) for name in path.decode("utf-8", "replace").split("/"))]
+    kept = [part for part in sections(await sandbox.diff(base)) if not _is_cache(part)]
     return b"".join(kept)
+
+
+def _is_cache(section: bytes) -> bool:
+    parts = {name for path in paths(section) for name in path.decode("utf-8", "replace").split("/")}
+    return bool(parts & JUNK) or any(name.endswith(".pyc") for name in parts)
