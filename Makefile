@@ -15,7 +15,7 @@ endif
 # Without bytecode on disk every actor compiles vLLM's and torch's 6,000 modules anew, which doubles the time to the first step.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test unit long lint clean
+.PHONY: install demo test conventions unit long lint clean
 
 install: $(VENV)/.installed
 
@@ -32,9 +32,19 @@ demo: install
 # Two at a time: a run waits for its actors to start for half of its seconds. The tests of a file share its runs, so they stay together.
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 20
+	$(MAKE) conventions
+
+# Packages that do not live beside vLLM are tested by processes of their own interpreters.
+conventions: install $(VENV)/verifiers/.installed $(VENV)/openenv/.installed
+	$(BIN)/python -m pytest tests/conventions -m conventions --durations 5
+
+$(VENV)/%/.installed: pyproject.toml | install
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(VENV)/$*
+	$(BIN)/uv pip install --quiet --python $(VENV)/$*/bin/python -r pyproject.toml --only-group $*
+	touch $@
 
 unit: install
-	$(BIN)/python -m pytest tests/unit envs -n auto --dist worksteal -m "not integration and not long"
+	$(BIN)/python -m pytest tests/unit envs -n auto --dist worksteal -m "not integration and not long and not conventions"
 
 long: install
 	$(BIN)/python -m pytest -m long

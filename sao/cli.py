@@ -149,6 +149,12 @@ def _replay(args: argparse.Namespace) -> int:
     return replay_command(run_folder(args.run), args.step, as_json=args.json)
 
 
+def _env(args: argparse.Namespace) -> int:
+    from sao.environments.command import env_command
+
+    return env_command(args)
+
+
 def _bench(args: argparse.Namespace) -> int:
     from sao.bench import bench
 
@@ -188,6 +194,15 @@ def parser() -> argparse.ArgumentParser:
     replay.add_argument("run", metavar="RUN")
     replay.add_argument("--step", type=int, required=True, help="the step, 0-based, as the files are named")
     replay.add_argument("--json", action="store_true", help="the whole comparison as JSON")
+    env = verb("env", _env, "list environments, play one by hand, or begin one of your own")
+    actions = env.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions.add_parser("list", help="what ships, its arguments, how to start it")
+    attempt = actions.add_parser("try", help="play one episode without a model: you answer, or a pipe does")
+    attempt.add_argument("overrides", nargs="*", metavar="key=value", help="env=NAME or env=module:Class, env.args.*, and any other key")
+    attempt.add_argument("--random", action="store_true", help="random answers instead of yours")
+    attempt.add_argument("--task", type=int, default=0, metavar="N", help="which task of the stream, 0-based")
+    begin = actions.add_parser("init", help="write NAME/, an environment with a test and a configuration that trains at once")
+    begin.add_argument("name", metavar="NAME")
     bench = verb("bench", _bench, "list the benchmarks, or run those named")
     bench.add_argument("ids", nargs="*", metavar="ID")
     return main_parser

@@ -18,6 +18,7 @@ from sao.config import Config, EnvConfig, OptimizerConfig
 from sao.config_algo import check_algorithm
 from sao.config_data import check_curriculum, environments_of
 from sao.config_messages import explain
+from sao.environments.files import own_overrides
 from sao.errors import ConfigError
 from sao.online.check import check_online
 
@@ -128,7 +129,7 @@ def _precheck(overrides: Sequence[str]) -> None:
             if isinstance(value, str) and value not in groups[key]:
                 close = difflib.get_close_matches(value, groups[key], n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(groups[key])}"
-                form = ", or write env=package.module:Class for a class of yours" if key == "env" else ""
+                form = ", or write env=package.module:Class for a class of yours (`sao env init NAME` begins one)" if key == "env" else ""
                 raise ConfigError(f"{key}={value} names no file conf/{key}/{value}.yaml; {hint}{form}")
             continue
         if key == "algo.name" and override.value() in groups["algo"]:
@@ -150,13 +151,17 @@ CLASS_NAME = re.compile(r"[\w.]+:(\w+)")
 
 
 def _expand(overrides: Sequence[str]) -> list[str]:
-    """Short forms written out: `reward=module:function`, and `env=module:Class` for an environment that conf/env does not know."""
+    """Short forms written out: `reward=module:function`, `env=module:Class`, and `env=NAME` of a folder here with a configuration of its own."""
     found: list[str] = []
+    groups = _groups()
     for text in overrides:
         key, separator, value = text.partition("=")
         own_class = CLASS_NAME.fullmatch(value)
+        own_file = own_overrides(value, groups) if key == "env" and value not in groups["env"] else None
         if key == "env" and own_class:
             found += ["env=custom", f"env.target={value}", f"env.name={own_class[1].lower()}"]
+        elif own_file is not None:
+            found = [*own_file, *found]
         else:
             found.append(f"{ALIASES[key]}={value}" if separator and key in ALIASES else text)
     return found

@@ -49,6 +49,8 @@ class ProceduralSource(FixedOrder):
         self._next = 0
         try:
             self.task(0, split)
+        except ConfigError:
+            raise
         except Exception as error:
             raise ConfigError(f"{key}={self._args} do not suit the generator of env={name} ({one_line(error)}); mend {key}") from error
 

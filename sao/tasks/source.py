@@ -1,7 +1,8 @@
 """Where tasks come from: the protocol, and the sources that a configuration asks for.
 
 Which source an environment gets: rows of its own `env.data_path` if that is set; alone, rows of `data.path` if that is set; in a mixture its
-generator if it has one, else rows of `data.path`; otherwise its generator. With `online.phases` it is a stream from the generator.
+generator if it has one, else rows of `data.path`; otherwise its generator. With `online.phases` it is a stream from the generator. An environment class
+with `own_rows(split, **env.args)`, such as an adapter to a library that brings tasks, has rows of its own instead of a generator.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sao.online.stream import StreamSource
 from sao.tasks.curriculum import Curriculum, with_curriculum
 from sao.tasks.mixture import Mixture, interleave, shares_of
 from sao.tasks.pool import Pool
-from sao.tasks.procedural import ProceduralSource
+from sao.tasks.procedural import HELD_OUT, TRAIN, ProceduralSource
 from sao.tasks.row_source import RowSource, held_out_of_rows
 from sao.tasks.rows import RowFormat, Rows, open_rows
 from sao.tasks.target import load_environment
@@ -116,11 +117,15 @@ def environment_args(env: EnvConfig, reward: RewardConfig) -> dict[str, Any]:
 
 
 def check_arguments(env: EnvConfig, reward: RewardConfig) -> None:
-    """Refuse `env.args` that the environment class does not take."""
+    """Refuse `env.args` that the environment class does not take, or that its own `check_args(**env.args)`, if it has one, refuses."""
+    environment, args = load_environment(env.target), environment_args(env, reward)
     try:
-        inspect.signature(load_environment(env.target)).bind(None, **environment_args(env, reward))
+        inspect.signature(environment).bind(None, **args)
     except TypeError as error:
         raise ConfigError(f"env.args of {env.name}: {error}; {env.target.rsplit(':', 1)[-1]} takes other arguments") from None
+    check = getattr(environment, "check_args", None)
+    if check is not None:
+        check(**args)
 
 
 def _weights(config: Config, env_configs: Sequence[EnvConfig]) -> dict[str, float]:
@@ -148,6 +153,15 @@ def _weights(config: Config, env_configs: Sequence[EnvConfig]) -> dict[str, floa
 def _generator(env: EnvConfig) -> type | None:
     environment = load_environment(env.target)
     return environment if callable(getattr(environment, "generate_payload", None)) else None
+
+
+def _own_rows(env: EnvConfig, split: str) -> Rows | None:
+    """The rows of `split` that the environment class brings; None where it brings none at all."""
+    own = getattr(load_environment(env.target), "own_rows", None)
+    if own is None:
+        return None
+    rows: Rows = own(split, **_generator_args(env))
+    return rows
 
 
 def _task_file(config: Config, env: EnvConfig, alone: bool) -> tuple[str, str]:
@@ -179,6 +193,17 @@ def _open(config: Config, env: EnvConfig, path: str, key: str) -> Rows:
 def _source(config: Config, env: EnvConfig, alone: bool) -> TaskSource:
     if config.online.phases:
         return StreamSource(load_environment(env.target), replace(env, args=_generator_args(env)), config.online, seed=config.seed)
+    own = _own_rows(env, TRAIN)
+    if own is not None:
+        held_out = _own_rows(env, HELD_OUT)
+        return RowSource(
+            own,
+            name=env.name,
+            seed=config.seed,
+            held_out_rows=held_out if held_out else None,
+            shuffle=config.data.shuffle,
+            workload=env.workload,
+        )
     path, key = _task_file(config, env, alone)
     if not path:
         return ProceduralSource(load_environment(env.target), name=env.name, seed=config.seed, args=_generator_args(env), workload=env.workload)
@@ -195,6 +220,9 @@ def _source(config: Config, env: EnvConfig, alone: bool) -> TaskSource:
 
 
 def _held_out(config: Config, env: EnvConfig, alone: bool, n: int) -> list[Task]:
+    own = None if config.online.phases else _own_rows(env, HELD_OUT)
+    if own is not None:
+        return held_out_of_rows(own, n, name=env.name, seed=config.seed, prompt_column="prompt", workload=env.workload)
     path, key = ("", "") if config.online.phases else _task_file(config, env, alone)
     if not path:
         return _source(config, env, alone).held_out(n)
