@@ -22,17 +22,6 @@ from sao.swe.package import Package, fetch, read_package, unpack
 CACHE = "~/.cache/sao/swe/sources"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--packages", default="", metavar="A,B", help="names on the package index, source distributions or directories; default: the shipped list")
-    parser.add_argument("--to", default="runs/swe-tasks", metavar="DIR", help="the task repository to write or to go on with")
-    parser.add_argument("--tasks", type=int, default=200, metavar="N", help="how many tasks there shall be in all")
-    parser.add_argument("--held-out", default="", metavar="A,B", help="packages no training task comes from; default: a fifth of them")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--parallel", type=int, default=2, metavar="N", help="candidates tried at once")
-    parser.add_argument("--minutes", type=float, default=float("inf"), metavar="M", help="stop after so long; the same command goes on")
-    parser.add_argument("--backend", default="bwrap", help="the sandbox (env.sandbox.backend)")
-
-
 def make(args: argparse.Namespace) -> int:
     """Fetch, mutate, verify, write. Returns the exit code: 0 also when there are fewer tasks than were asked for, which is said."""
     if args.tasks < 1 or args.parallel < 1 or not args.minutes > 0:
@@ -43,7 +32,9 @@ def make(args: argparse.Namespace) -> int:
         packages = _packages(wanted, Path(scratch))
         held_out = held_out_packages([package.name for package in packages], [w for w in re.split(r"[,\s]+", args.held_out) if w])
         counts = asyncio.run(_make(args, repo, packages, held_out))
-    print(f"{repo}: {sum(counts.values())} tasks of {sum(1 for n in counts.values() if n)} packages, held out: {', '.join(sorted(held_out)) or 'none'}")
+    print(
+        f"{repo}: {sum(counts.values())} tasks of {sum(1 for n in counts.values() if n)} packages, held out: {', '.join(sorted(held_out)) or 'none'}"
+    )
     print("candidates: " + ", ".join(f"{count} {outcome}" for outcome, count in summary(repo).items()))
     if sum(counts.values()) < args.tasks:
         print(f"that is fewer than {args.tasks}: the time was up, or the packages gave no more; add packages or go on with the same command")

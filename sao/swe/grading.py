@@ -29,7 +29,18 @@ VERDICTS = ("resolved", "unresolved", "error", "empty", "tampered")
 GOOD = ("PASSED", "XFAIL")
 OUTPUT_KB = 4096
 REPORT_BYTES = 8 << 20
-SETTINGS = ("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py", "usercustomize.py")
+SETTINGS = (
+    "conftest.py",
+    "pytest.ini",
+    ".pytest.ini",
+    "pytest.toml",
+    ".pytest.toml",
+    "tox.ini",
+    "setup.cfg",
+    "pyproject.toml",
+    "sitecustomize.py",
+    "usercustomize.py",
+)
 # After a failed attempt the tree is put back: --reject leaves half a patch behind. The order is the official harness's (run_evaluation.py, GIT_APPLY_CMDS).
 APPLY = """
 again() { git checkout -q -f HEAD -- . && git clean -q -f -d -x -e /.patch; }
@@ -160,7 +171,9 @@ async def run_tests(sandbox: Sandbox, import_path: str, tests: tuple[str, ...], 
     if canaries and canaries != ["FAILED"]:
         return TestRun({}, {}, result, ("tampered", "rewritten_reports", f"a test that must fail was reported as {' and '.join(canaries)}"))
     if not canaries:
-        return TestRun(status, body["failures"], result, ("unresolved", "tests_did_not_run", f"pytest stopped before the tests: {_last(result.text)}"))
+        return TestRun(
+            status, body["failures"], result, ("unresolved", "tests_did_not_run", f"pytest stopped before the tests: {_last(result.text)}")
+        )
     return TestRun(status, body["failures"], result)
 
 

@@ -94,7 +94,9 @@ class Maker:
             want = counts[package.name] + -(-(total - sum(counts.values())) // (len(left) + 1))
             if want > counts[package.name] and time.monotonic() < self.deadline:
                 counts[package.name] = await self._of_package(package, want)
-                self.say(f"{package.name} {package.version}: {counts[package.name]} tasks ({'held out' if package.name in self.held_out else 'training'})")
+                self.say(
+                    f"{package.name} {package.version}: {counts[package.name]} tasks ({'held out' if package.name in self.held_out else 'training'})"
+                )
         return counts
 
     def _existing(self, package: Package) -> int:
@@ -185,7 +187,15 @@ class Maker:
         return await self._prove(task) if task else "tests_not_text"
 
     def _task(
-        self, candidate: Candidate, source: Path, baseline: Baseline, run: TestRun, failing: tuple[str, ...], before: bytes, after: bytes, timeout_s: float
+        self,
+        candidate: Candidate,
+        source: Path,
+        baseline: Baseline,
+        run: TestRun,
+        failing: tuple[str, ...],
+        before: bytes,
+        after: bytes,
+        timeout_s: float,
     ) -> SweTask | None:
         package, mutation = candidate.package, candidate.mutation
         hidden = sorted({test.split("::")[0] for test in failing})

@@ -44,7 +44,9 @@ def fetch(requirement: str, into: Path) -> Path:
         try:
             done = subprocess.run([*command, "--dest", scratch, requirement], capture_output=True, text=True, timeout=FETCH_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise UserError(f"pip did not fetch the source of {requirement} within {FETCH_TIMEOUT_S} s; give its source distribution by path") from None
+            raise UserError(
+                f"pip did not fetch the source of {requirement} within {FETCH_TIMEOUT_S} s; give its source distribution by path"
+            ) from None
         files = list(Path(scratch).iterdir())
         if done.returncode or len(files) != 1:
             last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]

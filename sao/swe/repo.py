@@ -1,11 +1,11 @@
 """A task repository on disk, in the form of swebench 5 (`swebench.task.repo`), with what is needed to build it without Docker and without a network.
 
-    sweb.yaml                          the data set's name and its splits: train, and test (packages held out)
-    tasks/<instance_id>/task.yaml      metadata; `source`, `licence`, `hidden`, `kept` and `mutation` are ours
-                        tests.json     FAIL_TO_PASS, PASS_TO_PASS
-                        problem_statement.md, gold.patch, test.patch, eval.sh, Dockerfile
-                        bug.patch      from the package as published to the repository that is handed out, its hidden tests still there
-    sources/<name>-<version>.tar.gz    the package as published
+sweb.yaml                          the data set's name and its splits: train, and test (packages held out)
+tasks/<instance_id>/task.yaml      metadata; `source`, `licence`, `hidden`, `kept` and `mutation` are ours
+                    tests.json     FAIL_TO_PASS, PASS_TO_PASS
+                    problem_statement.md, gold.patch, test.patch, eval.sh, Dockerfile
+                    bug.patch      from the package as published to the repository that is handed out, its hidden tests still there
+sources/<name>-<version>.tar.gz    the package as published
 """
 
 from __future__ import annotations
@@ -222,4 +222,3 @@ def dockerfile(task: SweTask) -> str:
 
 def _shell(name: str) -> str:
     return name if re.fullmatch(r"[\w./-]+", name) else "'" + name.replace("'", "'\\''") + "'"
-

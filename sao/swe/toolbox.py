@@ -19,7 +19,9 @@ from pathlib import Path
 from sao.errors import UserError
 
 FORMAT = 2  # raise when this file copies something else
-SKIPPED = shutil.ignore_patterns("site-packages", "dist-packages", "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "config-*", "__pycache__")
+SKIPPED = shutil.ignore_patterns(
+    "site-packages", "dist-packages", "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "config-*", "__pycache__"
+)
 CACHE = "~/.cache/sao/swe"
 
 
