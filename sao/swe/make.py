@@ -7,7 +7,6 @@ resolves it and the untouched repository does not. What was tried is written dow
 from __future__ import annotations
 
 import asyncio
-import gzip
 import hashlib
 import json
 import random
@@ -27,7 +26,7 @@ from sao.swe.package import Package, is_support
 from sao.swe.patches import changed_line, new_file
 from sao.swe.repo import HELD_OUT, SOURCES, TASKS, TRAIN, SweTask, write_config, write_task
 from sao.swe.statement import statement
-from sao.swe.workspace import COMMIT, Create, build, pack, run_build, workspace_spec
+from sao.swe.workspace import COMMIT, Create, archive, build, pack, run_build, workspace_spec
 
 DATASET = "sao/swe"
 TRIED = "tried.jsonl"
@@ -151,7 +150,7 @@ class Maker:
         """Run test files of the package with some files changed."""
         sandbox = await self.create(workspace_spec())
         try:
-            await run_build(sandbox, UNPACK, gzip.decompress(source.read_bytes()), package.name)
+            await run_build(sandbox, UNPACK, archive(source), package.name)
             for path, data in changed.items():
                 await sandbox.write(path, data)
             return await run_tests(sandbox, package.import_path, tuple(tests), timeout_s)

@@ -24,6 +24,7 @@ CONFIG, TASKS, SOURCES = "sweb.yaml", "tasks", "sources"
 TRAIN, HELD_OUT = "train", "test"
 LOG_PARSER, EVAL_TYPE = "parse_log_pytest_v2", "pass_and_fail"
 START, END, EXIT_CODE = ">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit Code"  # the official harness's markers
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 REQUIRED = ("task.yaml", "tests.json", "problem_statement.md", "gold.patch", "test.patch", "bug.patch")
 
 
@@ -119,7 +120,7 @@ def read_task(folder: Path) -> SweTask:
         hint = "; a task that needs an image goes to the official harness" if missing == ["bug.patch"] else ""
         raise DataError(f"{folder} has no {', '.join(missing)} and cannot be built in the sandbox{hint}")
     try:
-        meta = yaml.safe_load((folder / "task.yaml").read_text())
+        meta = yaml.load((folder / "task.yaml").read_text(), Loader=LOADER)
         tests = json.loads((folder / "tests.json").read_text())
         task = SweTask(
             instance_id=folder.name,
@@ -147,6 +148,18 @@ def read_task(folder: Path) -> SweTask:
     if meta.get("instance_id") != folder.name or not task.fail_to_pass or not task.tests or not task.source.is_file():
         raise DataError(f"{folder} cannot be used: its id, its FAIL_TO_PASS, its tests or its source is missing or wrong; make the task again")
     return task
+
+
+def ids_by_split(repo: Path) -> dict[str, list[str]]:
+    """Ids of a repository's tasks, sorted, by split, without reading more than a line of each. Raises UserError as `read_repo` does."""
+    if not (repo / CONFIG).is_file():
+        raise UserError(f"repo={repo} is no task repository: it has no {CONFIG}; make one with `sao env make swe`")
+    found: dict[str, list[str]] = {}
+    for path in sorted((repo / TASKS).glob("*/task.yaml")):
+        split = re.search(r"^split: (\w+)$", path.read_text(), re.MULTILINE)
+        if split and not path.parent.name.startswith("."):
+            found.setdefault(split[1], []).append(path.parent.name)
+    return found
 
 
 def _name(value: Any) -> str:

@@ -82,7 +82,7 @@ async def build(sandbox: Sandbox, task: SweTask) -> str:
     """Make the repository that an agent is handed, in an empty sandbox; returns its commit. Raises SandboxFailure when it cannot be made."""
     for name, data in (("bug.patch", task.bug), ("test.patch", task.test_patch)):
         await sandbox.write(f"{PATCHES}/{name}", data)
-    return await run_build(sandbox, BUILD, _archive(task.source), task.instance_id)
+    return await run_build(sandbox, BUILD, archive(task.source), task.instance_id)
 
 
 async def run_build(sandbox: Sandbox, script: str, archive: bytes, name: str) -> str:
@@ -94,8 +94,22 @@ async def run_build(sandbox: Sandbox, script: str, archive: bytes, name: str) ->
 
 
 @lru_cache(maxsize=64)
-def _archive(source: Path) -> bytes:
+def archive(source: Path) -> bytes:
+    """The package as published, as a plain tar."""
     return gzip.decompress(source.read_bytes())
+
+
+def handed_out(task: SweTask, path: str) -> bytes:
+    """A file of the repository that an agent is handed. Raises KeyError where there is none."""
+    with tarfile.open(fileobj=io.BytesIO(archive(task.source))) as tar:
+        file = tar.extractfile(path)
+        data = file.read() if file else b""
+    if path == task.mutation["path"]:
+        lines = data.splitlines(keepends=True)
+        at = int(task.mutation["line"]) - 1
+        lines[at] = lines[at].replace(task.mutation["right"].encode(), task.mutation["wrong"].encode())
+        data = b"".join(lines)
+    return data
 
 
 async def changes(sandbox: Sandbox, base: Sandbox) -> bytes:
