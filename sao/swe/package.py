@@ -12,6 +12,7 @@ import tarfile
 import tempfile
 import zipfile
 from dataclasses import dataclass
+from email.message import Message
 from pathlib import Path
 
 from sao.errors import UserError
@@ -87,7 +88,8 @@ def read_package(root: Path, name: str = "") -> Package:
     """What a source tree holds. name: used where it has no PKG-INFO. Raises UserError when it has no module or no test."""
     about = root / "PKG-INFO"
     # The header alone: a description may hold anything.
-    facts = email.parser.HeaderParser().parse(io.StringIO(about.read_text(errors="replace"))) if about.is_file() else {}
+    text = about.read_text(errors="replace") if about.is_file() else ""
+    facts = email.parser.HeaderParser().parse(io.StringIO(text))
     name = str(facts.get("Name") or name or root.name).lower()
     import_path = "src" if (root / "src").is_dir() else "."
     python = sorted(path for path in root.rglob("*.py") if path.is_file() and not path.is_symlink())
@@ -121,7 +123,7 @@ def is_support(path: str) -> bool:
     return is_test(path) or bool({"test", "tests", "testing"} & set(path.split("/")[:-1]))
 
 
-def _licence(root: Path, facts: email.parser.Message | dict[str, str]) -> str:  # type: ignore[name-defined]
+def _licence(root: Path, facts: Message) -> str:
     """The licence in one word, or an empty string when it is not a known permissive one."""
     said = [str(facts.get("License-Expression") or ""), str(facts.get("License") or "")[:200]]
     said += [value for key, value in facts.items() if key == "Classifier" and value.startswith("License ::")]

@@ -14,7 +14,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -150,16 +150,27 @@ def read_task(folder: Path) -> SweTask:
     return task
 
 
-def ids_by_split(repo: Path) -> dict[str, list[str]]:
-    """Ids of a repository's tasks, sorted, by split, without reading more than a line of each. Raises UserError as `read_repo` does."""
+class Listed(NamedTuple):
+    """A task of a repository as a list shows it."""
+
+    instance_id: str
+    split: str
+    kind: str
+    source: str
+    path: str
+
+
+def list_tasks(repo: Path) -> tuple[Listed, ...]:
+    """A repository's tasks by id, without reading more than task.yaml of each. Raises UserError as `read_repo` does."""
     if not (repo / CONFIG).is_file():
         raise UserError(f"repo={repo} is no task repository: it has no {CONFIG}; make one with `sao env make swe`")
-    found: dict[str, list[str]] = {}
+    found = []
     for path in sorted((repo / TASKS).glob("*/task.yaml")):
-        split = re.search(r"^split: (\w+)$", path.read_text(), re.MULTILINE)
-        if split and not path.parent.name.startswith("."):
-            found.setdefault(split[1], []).append(path.parent.name)
-    return found
+        if not path.parent.name.startswith("."):
+            meta = yaml.load(path.read_text(), Loader=LOADER)
+            mutation = meta.get("mutation") or {}
+            found.append(Listed(path.parent.name, str(meta["split"]), str(mutation.get("kind")), str(meta["source"]), str(mutation.get("path"))))
+    return tuple(found)
 
 
 def _name(value: Any) -> str:

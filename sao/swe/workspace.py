@@ -99,17 +99,20 @@ def archive(source: Path) -> bytes:
     return gzip.decompress(source.read_bytes())
 
 
-def handed_out(task: SweTask, path: str) -> bytes:
-    """A file of the repository that an agent is handed. Raises KeyError where there is none."""
-    with tarfile.open(fileobj=io.BytesIO(archive(task.source))) as tar:
+@lru_cache(maxsize=4096)
+def published(source: Path, path: str) -> bytes:
+    """A file of the package as published. Raises KeyError where there is none."""
+    with tarfile.open(fileobj=io.BytesIO(archive(source))) as tar:
         file = tar.extractfile(path)
-        data = file.read() if file else b""
-    if path == task.mutation["path"]:
-        lines = data.splitlines(keepends=True)
-        at = int(task.mutation["line"]) - 1
-        lines[at] = lines[at].replace(task.mutation["right"].encode(), task.mutation["wrong"].encode())
-        data = b"".join(lines)
-    return data
+        return file.read() if file else b""
+
+
+def handed_out(task: SweTask) -> bytes:
+    """The file with the bug, as the repository that is handed out has it."""
+    lines = published(task.source, str(task.mutation["path"])).splitlines(keepends=True)
+    at = int(task.mutation["line"]) - 1
+    lines[at] = lines[at].replace(str(task.mutation["right"]).encode(), str(task.mutation["wrong"]).encode())
+    return b"".join(lines)
 
 
 async def changes(sandbox: Sandbox, base: Sandbox) -> bytes:

@@ -19,7 +19,8 @@ import pytest
 
 from sao.environment import Action, Context, StepResult, Task
 from sao.envs.swe.actions import SENTINEL
-from sao.envs.swe.environment import SweEnvironment, load, right_edit
+from sao.envs.swe.edits import right_edit
+from sao.envs.swe.environment import SweEnvironment
 from sao.sandbox.client import Sandboxes
 from sao.sandbox.protocol import SandboxSpec
 from sao.swe.grading import Verdict, grade, grade_untouched
@@ -253,7 +254,7 @@ def test_what_an_agent_hands_in_is_taken_from_outside(made: Made):
 def test_one_line_is_edited_and_judged(made: Made):
     task = made.task
     args: dict[str, Any] = {"repo": str(made.repo), "actions": "edit", "statement": False, "context": 1}
-    results, opening = play(task.instance_id, [right_edit(load(str(made.repo), task.instance_id))], **args)
+    results, opening = play(task.instance_id, [right_edit(task.mutation["line"], task.mutation["wrong"], task.mutation["right"])], **args)
     assert task.mutation["wrong"] in opening and len(opening.splitlines()) == 3
     assert results[0].terminated and results[0].reward == 1.0
     results, _ = play(task.instance_id, ["I do not know", f"replace line {task.mutation['line']}: pass"], **args)
