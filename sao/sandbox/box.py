@@ -51,10 +51,6 @@ class Box:
     def group(self) -> str:
         return f"{self.root}/etc/group"
 
-    @property
-    def hosts(self) -> str:
-        return f"{self.root}/etc/hosts"
-
     def make(self, *, sized: bool) -> None:
         """Create the directories. sized: on a tmpfs of `disk_mb` and so many inodes that names alone cannot fill the memory; needs a mount namespace of ours."""
         os.mkdir(self.root, 0o711)
@@ -68,7 +64,6 @@ class Box:
             os.chown(self.work, uid, uid)
         Path(self.passwd).write_text(f"sandbox:x:{uid}:{uid}::{WORKSPACE}:/bin/sh\n")
         Path(self.group).write_text(f"sandbox:x:{uid}:\n")
-        Path(self.hosts).write_text("127.0.0.1 localhost sandbox\n::1 localhost\n")
 
 
 class Slots:

@@ -18,7 +18,7 @@ from typing import Any
 from sao.errors import SandboxFailure
 from sao.runtime.processes import identity
 from sao.runtime.sweeper import MARK
-from sao.sandbox.protocol import Capabilities, Entry, ExecResult, FileAccess, MiB, SandboxSpec
+from sao.sandbox.protocol import Capabilities, Entry, ExecResult, FileAccess, MiB, Sandbox, SandboxSpec
 from sao.sandbox.wire import pack, receive
 
 START_LIMIT_S = 60.0
@@ -165,7 +165,9 @@ class RemoteSandbox:
         answer, _ = await self._ask("fork", owner=identity())
         return RemoteSandbox(self.sandboxes, answer["box"], self.spec)
 
-    async def diff(self, base: RemoteSandbox, limit: int = DIFF_LIMIT) -> bytes:
+    async def diff(self, base: Sandbox, limit: int = DIFF_LIMIT) -> bytes:
+        if not isinstance(base, RemoteSandbox) or base.sandboxes.directory != self.sandboxes.directory:
+            raise SandboxFailure("only sandboxes of the same daemon can be compared")
         _, patch = await self._ask("diff", base=base.box, limit=limit)
         return patch
 

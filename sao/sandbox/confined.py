@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,11 @@ SYSTEM = ("/etc/passwd", "/etc/group", "/usr", "/bin", "/sbin", "/lib", "/lib32"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 NO_NAMESPACES = "no namespaces: files lie under their host path instead of /workspace, and what a command leaves running is searched for and killed"
 SAME_UID = "commands run under this user's uid, so the process limit counts all of this user's processes"
+
+
+HELPER = """set -e
+folder=$(mktemp -d "$PWD/helper-XXXXXX"); trap 'rm -rf "$folder"' EXIT; cd "$folder"
+"""
 
 
 @dataclass(frozen=True)
@@ -70,16 +76,12 @@ class Confined:
             "tcp": box.spec.network,
         }
 
-    def helper(self, script: str, base: Box, box: Box) -> list[str]:
-        script = script.replace("{base}", base.work).replace("{work}", box.work)
-        given = {
-            "directory": "/",
-            "uid": None,
-            "limits": {},
-            "landlock": None,
-            "environment": {"PATH": "/usr/bin:/bin", "GIT_DIR": f"{box.tmp}/.diff"},
-        }
-        return [sys.executable, "-I", "-S", CONFINE, json.dumps(given), "/bin/sh", "-c", script]
+    def helper(self, script: str, base: Box, box: Box, *, writes: bool) -> list[str]:
+        """To read, the script has copies: git compares links as links."""
+        a, b = shlex.quote(base.work), shlex.quote(box.work)
+        provide = f"ln -s {a} a; ln -s {b} b\n" if writes else f"cp -a {a} a; cp -a {b} b\n"
+        given = {"directory": str(Path(box.root).parent), "uid": None, "limits": {}, "landlock": None, "environment": {"PATH": "/usr/bin:/bin"}}
+        return [sys.executable, "-I", "-S", CONFINE, json.dumps(given), "/bin/sh", "-c", HELPER + provide + script]
 
     def seccomp(self, spec: SandboxSpec) -> bytes | None:
         """Without a mount namespace a Unix socket of the host is a path like any other, so there are none."""

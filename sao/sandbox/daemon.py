@@ -27,12 +27,13 @@ from sao.errors import SandboxFailure, UserError
 from sao.runtime.processes import is_alive
 from sao.sandbox import kernel, levels
 from sao.sandbox.box import Box
+from sao.sandbox.containers import Containers
 from sao.sandbox.protocol import Capabilities, Entry, ExecResult, FileAccess, SandboxSpec
 from sao.sandbox.wire import pack, receive
 
 log = logging.getLogger("sandboxd")
 
-SOCKET, ALIVE = "socket", "alive"
+SOCKET, ALIVE, LOG = "socket", "alive", "sandboxd.log"
 SWEEP_S = 1.0
 IDLE_S = 600.0  # without a sandbox and without a request
 ORPHANED_S = 60.0  # age at which a directory without a living daemon is removed
@@ -252,7 +253,8 @@ async def run(backend: Backend, directory: Path, owner: dict[str, int | None], s
     if not is_alive(owner):
         return
     loop.add_reader(watched, daemon.ended.set)
-    await _self_test(backend)
+    if not isinstance(backend, Containers):  # an engine needs an image, which comes with the first sandbox
+        await _self_test(backend)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(directory / SOCKET)
     os.umask(0o077)  # of the socket: whoever can connect can ask
@@ -292,6 +294,8 @@ def main(arguments: str) -> None:
     except BlockingIOError:
         say({"ready": True})  # another got there first
         return
+    left = [str(path) for path in directory.iterdir() if path.name not in (ALIVE, LOG)]  # of a daemon of the same name that was killed
+    subprocess.run(["/bin/rm", "-rf", *left], check=False)
     _sweep_directories(directory)
     try:
         kernel.become_subreaper()
@@ -300,7 +304,7 @@ def main(arguments: str) -> None:
     except (UserError, SandboxFailure, OSError) as error:
         if answer.closed:
             raise
-        say({"error": str(error), "mend": levels.mend(given["backend"], str(error))})
+        say({"error": str(error)[:500], "mend": levels.mend(given["backend"], str(error))})
         sys.exit(1)
     finally:
         subprocess.run(["/bin/rm", "-rf", str(directory)], check=False)

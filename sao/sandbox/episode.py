@@ -24,7 +24,7 @@ LEAST = {"memory_mb": 32, "disk_mb": 1, "processes": 4}  # below it no shell sta
 
 
 def wants_sandbox(environment_class: type) -> bool:
-    return bool(getattr(environment_class, "sandbox", False))
+    return getattr(environment_class, "sandbox", False) is True
 
 
 def spec_of(config: SandboxConfig) -> SandboxSpec:

@@ -10,6 +10,7 @@ from sao.errors import SandboxFailure
 from sao.sandbox import bwrap, cgroups, kernel
 from sao.sandbox.box import first_uid
 from sao.sandbox.confined import Confined
+from sao.sandbox.containers import Containers
 from sao.sandbox.local import LocalBackend
 
 ENGINES = ("docker", "podman")
@@ -21,11 +22,12 @@ MENDS = (
     (r"namespace|unshare|uid map|Operation not permitted", "run as root, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
      "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces=10000)"),
     (r"Landlock", "boot with lsm=landlock,... (Linux 5.13 or newer)"),
-    (r"engine", "start the engine"),
+    (r"needs (docker|podman)", "install it"),
+    (r"no engine answers", "start the engine, or give this user the right to use it"),
 )  # fmt: skip
 
 
-def make(name: str, directory: str) -> LocalBackend:
+def make(name: str, directory: str) -> LocalBackend | Containers:
     """The backend, in this process. Raises SandboxFailure, OSError."""
     groups, _ = cgroups.writable(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     if name == "bwrap":
@@ -46,6 +48,8 @@ def make(name: str, directory: str) -> LocalBackend:
         except OSError:
             sized = False
         return LocalBackend(Confined(landlock, own_uid=uid is not None), directory, first_uid=uid, sized=sized, cgroups=groups)
+    if name in ENGINES:
+        return Containers(name)
     raise SandboxFailure(f"env.sandbox.backend={name} is not one of {', '.join(BACKENDS)}")
 
 

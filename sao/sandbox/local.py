@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from sao.errors import SandboxFailure
 from sao.sandbox import files, kernel
@@ -24,19 +25,17 @@ from sao.sandbox.watchdog import Watchdog, Watched
 FLOOD = 16 << 20  # bytes a command may print before it is killed for it
 SETTLE_S = 2.0  # between a command's end and that of the last process that holds its output
 HELPER_LIMIT_S = 60.0
-# From a fresh repository outside both workspaces, so that neither their .git, their attributes nor their hooks have a say.
+# With the attributes of a repository of its own, so that neither .git, attributes nor hooks of the workspaces, a and b, have a say.
 DIFF = """set -e
-export GIT_DIR="${GIT_DIR:-/tmp/diff}" HOME=/nonexistent GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null
+export GIT_DIR="$PWD/own" HOME=/nonexistent GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null
+if [ -n "$(find a b ! -type f ! -type d ! -type l -print -quit)" ]; then echo "it holds FIFOs, sockets or devices"; exit 3; fi
 git init --quiet --bare "$GIT_DIR"
 git config core.bare false
 mkdir -p "$GIT_DIR/info"
 echo '* -text -filter -ident !diff !eol !working-tree-encoding' > "$GIT_DIR/info/attributes"
-cd {base}; GIT_WORK_TREE={base} git add --all --force . 2>/dev/null
-tree=$(git write-tree)
-cd {work}; GIT_WORK_TREE={work} git add --all --force . 2>/dev/null
-git diff --cached --binary --no-renames --no-ext-diff --no-textconv --no-color "$tree"
+GIT_WORK_TREE="$PWD" git diff --no-index --binary --no-renames --no-ext-diff --no-textconv --no-color --no-prefix a b || [ $? -eq 1 ]
 """
-COPY = "cp -R -P --preserve=mode,timestamps,links {base}/. {work}/ && chown -hR {uid}:{uid} {work}"
+COPY = "cp -R -P --preserve=mode,timestamps,links a/. b/ && chown -hR {uid}:{uid} b/."
 
 
 class Level(Protocol):
@@ -59,8 +58,8 @@ class Level(Protocol):
         """The program that runs `argv` in the sandbox. address_space: bound it per process. user_tasks: threads that run under the sandbox's uid anyway."""
         ...
 
-    def helper(self, script: str, base: Box, box: Box) -> list[str]:
-        """The program that runs a script of ours over two workspaces, {base} and {work} in it."""
+    def helper(self, script: str, base: Box, box: Box, *, writes: bool) -> list[str]:
+        """The program that runs a script of ours where `base` is the directory a, to read, and `box` the directory b, which it may write to if it `writes`."""
         ...
 
     def seccomp(self, spec: SandboxSpec) -> bytes | None:
@@ -120,7 +119,7 @@ class LocalBackend:
     async def exec(
         self, box: Box, argv: Sequence[str], timeout_s: float, output_bytes: int, stdin: bytes, environment: Mapping[str, str]
     ) -> ExecResult:
-        user_tasks = 0 if box.uid is not None else self.watchdog.user_tasks
+        user_tasks = 0 if box.uid is not None else self.watchdog.user_tasks()
         chain = self.level.command(box, argv, environment, address_space=self.cgroups is None, user_tasks=user_tasks)
         return await self._run(box, chain, timeout_s, output_bytes, stdin)
 
@@ -138,17 +137,17 @@ class LocalBackend:
     async def fork(self, base: Box, box: Box) -> None:
         """Copy the workspace of `base` into that of `box`, which is new."""
         script = COPY.replace("{uid}", str(os.getuid() if box.uid is None else box.uid))
-        result = await self._run(box, self.level.helper(script, base, box), HELPER_LIMIT_S, 4096)
+        result = await self._run(box, self.level.helper(script, base, box, writes=True), HELPER_LIMIT_S, 4096)
         if result.rc:
             raise SandboxFailure(f"a workspace could not be copied ({result.killed_by or result.rc}): {result.text.strip()[-300:]}")
 
     async def diff(self, box: Box, base: Box, limit: int) -> bytes:
-        result = await self._run(box, self.level.helper(DIFF, base, box), HELPER_LIMIT_S, limit)
+        result = await self._run(box, self.level.helper(DIFF, base, box, writes=False), HELPER_LIMIT_S, limit)
         if result.truncated:
             raise FileAccess(f"the workspaces differ by more than {limit} bytes")
         if result.rc:
             raise FileAccess(f"the workspaces cannot be compared ({result.killed_by or result.rc}): {result.text.strip()[-300:]}")
-        return result.out
+        return _as_patch(result.out)
 
     def _filter(self, spec: SandboxSpec) -> int | None:
         """A fresh descriptor of the filter, since who reads it reads on from where the descriptor stands."""
@@ -206,7 +205,8 @@ class LocalBackend:
         watched = Watched(box, pid, over)
         self.watchdog.add(watched)
         try:
-            await asyncio.wait({ended, over}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            pending: set[asyncio.Future[Any]] = {ended, over}
+            await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             verdict = "" if ended.done() else over.result() if over.done() else "timeout"
         finally:
             self.watchdog.remove(watched)
@@ -218,6 +218,22 @@ class LocalBackend:
         if not ended.done():
             raise SandboxFailure(f"process {pid} of a sandbox does not end although it was killed ({verdict})")
         return verdict
+
+
+def _as_patch(said: bytes) -> bytes:
+    """What git says of two directories a and b, as it would of two states of one: both names in each header, and without the repository at the top.
+
+    No line within a file's part begins like the next part does.
+    """
+    parts = []
+    for part in re.split(rb"^(?=diff --git )", said, flags=re.MULTILINE):
+        head, newline, rest = part.partition(b"\n")
+        names = head.removeprefix(b"diff --git ")
+        half = len(names) // 2
+        before, after = re.sub(rb"^(\"?)b/", rb"\1a/", names[:half]), re.sub(rb"^(\"?)a/", rb"\1b/", names[half + 1 :])
+        if part and not re.match(rb"\"?a/\.git/", before):
+            parts.append(b"diff --git " + before + b" " + after + newline + rest)
+    return b"".join(parts)
 
 
 async def _settle(output: Output) -> None:

@@ -10,6 +10,7 @@ import errno
 import platform
 import struct
 from dataclasses import dataclass
+from functools import cache
 
 from sao.errors import SystemFailure
 
@@ -72,6 +73,7 @@ def machine() -> str:
     return name
 
 
+@cache
 def program(arch: str, *, network: bool, unix: bool = True) -> bytes:
     """The filter for bwrap's --seccomp or PR_SET_SECCOMP: 8 bytes an instruction.
 
