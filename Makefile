@@ -40,7 +40,8 @@ conventions: install $(VENV)/verifiers/.installed $(VENV)/openenv/.installed
 
 $(VENV)/%/.installed: pyproject.toml | install
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(VENV)/$*
-	$(BIN)/uv pip install --quiet --python $(VENV)/$*/bin/python -r pyproject.toml --only-group $*
+	$(BIN)/uv pip install --quiet --python $(VENV)/$*/bin/python $$($(BIN)/python -c \
+		"import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$*'])")
 	touch $@
 
 unit: install

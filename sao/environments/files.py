@@ -6,6 +6,7 @@ come before those of the command, so whatever is written there wins.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ def own_overrides(name: str, groups: Collection[str]) -> list[str] | None:
     path = Path(name) / PROJECT_FILE
     if not name.isidentifier() or not path.is_file():
         return None
-    import yaml
+    from omegaconf import OmegaConf
+    from yaml import YAMLError  # type: ignore[import-untyped]
 
     try:
-        tree = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        tree: Any = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
         raise ConfigError(f"{path} cannot be read ({' '.join(str(error).split())[:200]}); mend the file") from None
     if not isinstance(tree, Mapping) or not isinstance(tree.get("env"), Mapping) or "target" not in tree["env"]:
         raise ConfigError(f"{path} must have a section env with a target, package.module:Class")
@@ -48,6 +50,6 @@ def _written(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(_written, value))}]"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace("'", "\\'") if "'" in value else value
+        escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value)  # a backslash escapes only before a quote
         return f"'{escaped}'"
     return "{}" if value == {} else str(value)

@@ -11,10 +11,11 @@ import json
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from sao.environment import Action, Context, Message, StepResult, Task
-from sao.environments.text import answer_of, as_text, opening, plain, row_of, user
+from sao.environments.text import answer_of, as_json, as_text, opening, plain, row_of, user
 from sao.environments.threads import Lane
 from sao.errors import ConfigError, EnvironmentFailure
 from sao.tasks.target import load_target, one_line
@@ -94,6 +95,26 @@ class GymnasiumEnvironment:
     def generate_payload(cls, rng: random.Random, split: str, **args: Any) -> dict[str, Any]:
         """A task is its seed and nothing else; the source draws those of the two splits apart."""
         return {}
+
+    @classmethod
+    def sample_answer(
+        cls,
+        rng: random.Random,
+        *,
+        id: str = "",
+        make: str = "",
+        kwargs: Mapping[str, Any] | None = None,
+        actions: Sequence[str] = (),
+        system: str = "",
+    ) -> str:
+        """An action at random, as an answer names it."""
+        env = _maker(id, make, dict(kwargs or {}))()
+        try:
+            env.action_space.seed(rng.getrandbits(31))
+            chosen = env.action_space.sample()
+        finally:
+            env.close()
+        return str(actions[int(chosen) - int(env.action_space.start)]) if actions else as_json(chosen)
 
     def _reset(self, seed: int) -> str:
         try:
@@ -192,22 +213,24 @@ def uncoloured(text: str) -> str:
 
 
 def _maker(id: str, make: str, kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """What builds the environment. Raises ConfigError naming the key; the callable does, too, when the environment cannot be made."""
+    """What imports the package or the function and builds the environment. Raises ConfigError naming the key, as the callable does."""
     if bool(id) == bool(make):
         raise ConfigError("env=gymnasium needs env.args.id=ID of a registered environment, or env.args.make=module:function, one of them")
+    return lambda: _made(id, make, kwargs)
+
+
+def _made(id: str, make: str, kwargs: dict[str, Any]) -> Any:
+    key = f"env.args.id={id}" if id else f"env.args.make={make}"
     if make:
-        function = load_target(make, "env.args.make")
-        return lambda: _made(f"env.args.make={make}", lambda: function(**kwargs))
+        build = load_target(make, "env.args.make")
+    else:
+        try:
+            import gymnasium
+        except ImportError:
+            raise ConfigError(EXTRA) from None
+        build = partial(gymnasium.make, id)
     try:
-        import gymnasium
-    except ImportError:
-        raise ConfigError(EXTRA) from None
-    return lambda: _made(f"env.args.id={id}", lambda: gymnasium.make(id, **kwargs))
-
-
-def _made(key: str, build: Callable[[], Any]) -> Any:
-    try:
-        env = build()
+        env = build(**kwargs)
     except Exception as error:
         raise ConfigError(f"{key} could not be made ({one_line(error)}); mend the id, env.args.kwargs, or install what it needs") from error
     missing = [name for name in ("reset", "step", "close", "action_space") if not hasattr(env, name)]

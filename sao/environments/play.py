@@ -152,7 +152,7 @@ class _Player:
 class _Characters:
     """A renderer over characters, which prints what it is given to render."""
 
-    stop_ids = (STOP,)
+    stop_ids: tuple[int, ...] = (STOP,)
 
     def open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         for tool in tools:

@@ -19,8 +19,9 @@ def init(name: str, where: Path) -> Path:
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
         raise UserError(f"{name!r} cannot be imported; choose a name of letters, digits and _, such as my_game")
     folder = where / name
-    if folder.exists():
-        raise UserError(f"{folder} exists already; choose another name, or remove it")
+    taken = next((path for path in (folder, folder.with_suffix(".py")) if path.exists()), None)
+    if taken is not None:
+        raise UserError(f"{taken} exists already; choose another name, or remove it")
     if (conf_dir() / "env" / f"{name}.yaml").exists():
         raise UserError(f"env={name} is one that ships (conf/env/{name}.yaml); choose another name")
     found = importlib.util.find_spec(name)

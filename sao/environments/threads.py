@@ -61,7 +61,6 @@ class Threads:
     def _abandon(self, future: Future[Any]) -> None:
         with self._lock:
             self.abandoned += 1
-        log.warning("a blocking call of an environment did not return in time; its thread is abandoned (%d of %d)", self.abandoned, self.most)
         future.add_done_callback(self._returned)
 
     def _returned(self, future: Future[Any]) -> None:
@@ -111,7 +110,14 @@ class Lane:
     async def run(self, call: Callable[[], T]) -> T:
         future = self.threads.submit(call)
         self._last = future
-        return await self.threads.run(call, future)
+        try:
+            return await self.threads.run(call, future)
+        except asyncio.CancelledError:
+            if future.running():
+                log.warning(
+                    "a call of an environment was given up and still runs; abandoned: %d of %d threads", self.threads.abandoned, self.threads.most
+                )
+            raise
 
     async def close(self, call: Callable[[], None]) -> None:
         """Run `call`; where an abandoned call still runs, return at once and let `call` follow when that one returns."""

@@ -54,8 +54,8 @@ class ToolsEnvironment:
         self.row, self.messages = row_of(task.payload)
         if system and (not self.messages or self.messages[0]["role"] not in ("system", "developer")):
             self.messages.insert(0, {"role": "system", "content": system})
-        self.made_of = _load(cls)
-        self.methods = {method.name: method for method in methods_of(self.made_of, f"env.args.cls={cls}")}
+        self.target = cls
+        self.methods: dict[str, Method] = {}
         self.kwargs = dict(kwargs or {})
         self.object: Any = None
         self.calls = self.errors = 0
@@ -81,10 +81,10 @@ class ToolsEnvironment:
                 self.messages.append(user(text))
         if self._runner is None and not any(hasattr(self.object, name) for name in REWARDS):
             raise EnvironmentFailure(
-                f"{self.made_of.__name__} has no reward after reset: set self.reward, write get_reward(self), or name a reward=module:function"
+                f"{self._name} has no reward after reset: set self.reward, write get_reward(self), or name a reward=module:function"
             )
         if not any(message["role"] == "user" for message in self.messages):
-            raise EnvironmentFailure(f"{self.made_of.__name__}.reset returned no text and the task has no prompt; one of them must say what to do")
+            raise EnvironmentFailure(f"{self._name}.reset returned no text and the task has no prompt; one of them must say what to do")
         return self.messages
 
     async def step(self, action: Action) -> StepResult:
@@ -98,10 +98,10 @@ class ToolsEnvironment:
         return StepResult(observation, reward, terminated=ended, info=info)
 
     async def close(self) -> None:
-        if not inspect.iscoroutinefunction(getattr(self.made_of, "close", None)):
-            await self._lane.close(self._close)
-        elif self.object is not None:
+        if inspect.iscoroutinefunction(getattr(self.object, "close", None)):
             await self.object.close()
+        else:
+            await self._lane.close(self._close)
 
     @classmethod
     async def shutdown(cls) -> None:
@@ -129,13 +129,19 @@ class ToolsEnvironment:
         return dict(generate(rng, split))
 
     def _reset(self, seed: int) -> Any:
-        self.object = self.made_of(**self.kwargs)
+        made_of = _load(self.target)
+        self.methods = {method.name: method for method in methods_of(made_of, f"env.args.cls={self.target}")}
+        self.object = made_of(**self.kwargs)
         parameters = inspect.signature(self.object.reset).parameters
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         columns = {name: value for name, value in self.row.items() if takes_any or name in parameters}
         if "seed" in parameters and "seed" not in columns:
             columns["seed"] = seed
         return self.object.reset(**columns)
+
+    @property
+    def _name(self) -> str:
+        return self.target.rpartition(":")[2]
 
     def _close(self) -> None:
         ending = getattr(self.object, "close", None)
@@ -169,15 +175,14 @@ class ToolsEnvironment:
         if callable(value):
             function = value
             value = await function() if inspect.iscoroutinefunction(function) else await self._lane.run(function)
-        name = self.made_of.__name__
         if value is None:
             if ended:
-                raise EnvironmentFailure(f"{name} has no reward at the end of the episode: set self.reward, or return it from get_reward()")
+                raise EnvironmentFailure(f"{self._name} has no reward at the end of the episode: set self.reward, or return it from get_reward()")
             return 0.0
         try:
             score = as_score(plain(value))
         except ValueError as error:
-            raise EnvironmentFailure(f"the reward of {name} {error}") from None
+            raise EnvironmentFailure(f"the reward of {self._name} {error}") from None
         rise, self._rewarded = score - self._rewarded, score
         return rise
 

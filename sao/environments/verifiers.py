@@ -229,8 +229,9 @@ async def _server(python: str) -> _Server:
 
 def _specs(taskset: str, config: Mapping[str, Any] | None, env: str, held_out: Mapping[str, Any] | None, limit: int) -> dict[str, dict[str, Any]]:
     """What each split plays."""
-    train = {"taskset": taskset, "env": env, "config": dict(config or {}), "limit": limit}
-    return {"train": train} | ({"held_out": {**train, "config": {**train["config"], **held_out}}} if held_out else {})
+    own = dict(config or {})
+    spec = {"taskset": taskset, "env": env, "limit": limit}
+    return {"train": {**spec, "config": own}} | ({"held_out": {**spec, "config": {**own, **held_out}}} if held_out else {})
 
 
 @functools.lru_cache(maxsize=8)

@@ -188,7 +188,8 @@ class Session:
 
     async def _next(self) -> dict[str, Any]:
         assert self._asked is not None and self._episode is not None
-        await asyncio.wait({self._asked, self._episode}, return_when=asyncio.FIRST_COMPLETED)
+        both: set[asyncio.Future[Any]] = {self._asked, self._episode}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if self._asked.done():
             return {"messages": self._asked.result()}
         self._episode.result()
@@ -261,6 +262,8 @@ class Server:
             task = asyncio.create_task(self.answer(json.loads(line)))
             self.running.add(task)
             task.add_done_callback(self.running.discard)
+        if self.running:  # asked for by whoever has said all there is to say
+            await asyncio.wait(self.running)
 
     async def answer(self, request: dict[str, Any]) -> None:
         try:

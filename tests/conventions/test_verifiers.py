@@ -145,6 +145,7 @@ def test_the_event_loop_is_free_and_a_taskset_that_blocks_is_ended(runner, monke
         ("sums_taskset", {"config": {"wrong": 1}}, "ValidationError"),
         ("sums_taskset", {"config": {"count": 0}}, "has no tasks"),
         ("higher_taskset", {}, "has no end; set env.args.limit"),
+        ("refused_taskset", {}, "RefusedTask.by_running scores a runtime, which only its own program can play"),
     ],
 )
 def test_what_cannot_be_played_says_why(runner, taskset, more, match):
@@ -172,3 +173,16 @@ def test_mistakes_are_refused_at_the_door(args, match):
     made = config(**args)
     with pytest.raises(ConfigError, match=match):
         check_arguments(made.env, made.reward)
+
+
+def test_what_the_process_says_of_a_taskset_is_the_refusal(tmp_path):
+    for text, match in (
+        ("""echo '{"id": 0, "error": "it has no tasks"}'""", r"env\.args\.taskset=sums_taskset: it has no tasks"),
+        ("echo Killed >&2; exit 9", r"the process that loads the taskset died \(Killed\)"),
+    ):
+        script = tmp_path / f"python-{len(text)}"
+        script.write_text(f"#!/bin/sh\n{text}\n")
+        script.chmod(0o755)
+        made = config(python=str(script))
+        with pytest.raises(ConfigError, match=match):
+            check_arguments(made.env, made.reward)

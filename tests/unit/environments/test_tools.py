@@ -7,6 +7,8 @@ import threading
 from typing import Annotated, Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sao.config_load import compose
 from sao.environment import Action
@@ -104,6 +106,21 @@ class Mute:
         return ""
 
 
+class Late(Shop):
+    def reset(self, **row: Any) -> str:
+        self.reward = None  # type: ignore[assignment]
+        return "go"
+
+
+class Boasting(Shop):
+    def get_reward(self) -> str:
+        return "much"
+
+
+class Silent(Shop):
+    def reset(self, **row: Any) -> None: ...  # type: ignore[override]
+
+
 class NoHint:
     def reset(self) -> str:
         return "go"
@@ -147,7 +164,7 @@ def shop(cls: str = "Shop", payload: dict[str, Any] | None = None, **args: Any) 
 
 
 def test_schemas_come_from_signatures_and_docstrings():
-    tools = {tool["function"]["name"]: tool["function"] for tool in shop().tools()}
+    tools = {tool["function"]["name"]: tool["function"] for tool in play(shop(), [])[1]}
     assert list(tools) == ["buy", "look", "wait"]
     assert tools["buy"] == {
         "name": "buy",
@@ -226,18 +243,12 @@ def test_the_runs_reward_function_wins():
 def test_no_reward_and_no_words_are_failures_not_zero():
     with pytest.raises(EnvironmentFailure, match="has no reward after reset"):
         play(shop("Mute"), ["x"])
-    environment = shop("Shop")
-    environment.made_of = type("Late", (Shop,), {"reward": None, "reset": lambda self, **row: setattr(self, "reward", None) or "go"})
     with pytest.raises(EnvironmentFailure, match="no reward at the end"):
-        play(environment, ["x"])
-    environment = shop("Shop")
-    environment.made_of = type("Odd", (Shop,), {"get_reward": lambda self: "much"})
+        play(shop("Late"), ["x"])
     with pytest.raises(EnvironmentFailure, match="not a number"):
-        play(environment, ["x"])
-    environment = shop("Shop")
-    environment.made_of = type("Silent", (Shop,), {"reset": lambda self, **row: None})
+        play(shop("Boasting"), ["x"])
     with pytest.raises(EnvironmentFailure, match="the task has no prompt"):
-        play(environment, ["x"])
+        play(shop("Silent"), ["x"])
 
 
 @pytest.mark.parametrize(
@@ -315,3 +326,37 @@ def test_tasks_come_from_a_file_or_from_the_class(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Buy.", "want": "tea"}\n')
     config = compose(["env=tools", f"env.args.cls={HERE}:Shop", "model.path=m", f"data.path={tmp_path}/rows.jsonl"])
     assert build_source(config, [config.env]).next().payload["want"] == "tea"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+HINTS = (
+    int,
+    float,
+    str,
+    bool,
+    list[int],
+    list[str | None],
+    tuple[int, str],
+    tuple[int, ...],
+    set[int],
+    set,
+    dict[str, float],
+    int | str,
+    Literal["a", 1],
+    Any,
+)
+
+
+@given(JSON, st.sampled_from(HINTS))
+def test_whatever_a_policy_sends_is_converted_or_a_bad_argument(value, hint):
+    try:
+        converted = convert(value, hint, "x")
+    except BadArgument:
+        return
+    if hint in (int, float, str, bool):
+        assert type(converted) is hint
+    assert converted == value or isinstance(converted, (tuple, set))

@@ -51,6 +51,14 @@ class NoDict(Base):
         return [1]
 
 
+class Library(Base):
+    """Brings rows of its own."""
+
+    @classmethod
+    def own_rows(cls, split: str, *, n: int = 5) -> Rows:
+        return Rows(n if split == "train" else 2)
+
+
 class SyncStep(Base):
     def step(self, action: Any) -> Any: ...
 
@@ -351,3 +359,15 @@ def test_a_pool_larger_than_the_data_is_refused(tmp_path):
         build_source(config, [EnvConfig("single_turn", SINGLE_TURN)])
     config.data.pool = 5
     assert build_source(config, [EnvConfig("single_turn", SINGLE_TURN)]).length == 5
+
+
+def test_a_class_with_rows_of_its_own_needs_no_file_and_keeps_them_in_a_mixture() -> None:
+    config = Config()
+    library = EnvConfig("library", f"{HERE}:Library", {"n": 3})
+    source = build_source(config, [library])
+    assert source.length == 3 and sorted(task.payload["index"] for task in draw(source, 3)) == [0, 1, 2]
+    assert [task.task_id for task in build_held_out(config, [library], 9)] == ["library/held_out/0", "library/held_out/1"]
+    assert source.held_out(9) == build_held_out(config, [library], 9)
+    config.data.mixture, config.data.path = {"library": 1.0, "sums": 1.0}, "never-read.jsonl"
+    both = build_source(config, [library, EnvConfig("sums", f"{HERE}:Sums")])
+    assert {task.environment for task in draw(both, 4)} == {"library", "sums"}
