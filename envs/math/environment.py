@@ -32,7 +32,7 @@ def gold_of(answer: object) -> str:
         raise ValueError(f"the answer is of type {type(answer).__name__}, not a text or an integer")
     gold = str(answer).rpartition(GOLD_MARK)[2].strip()
     if fault := doubt(gold):
-        raise ValueError(f"the gold answer {gold[:80]!r} does not verify against itself: {fault}")
+        raise ValueError(f"the gold answer {gold[:80]!r} cannot be graded against: {fault}")
     return gold
 
 
@@ -53,7 +53,7 @@ class MathEnvironment:
 
     async def step(self, action: Action) -> StepResult:
         verdict = await grade(action.text, self.gold)
-        info = {kind: float(verdict.kind == kind) for kind in ("correct", "wrong", "unparseable", "timeout")}
+        info = {kind: float(verdict.kind == kind) for kind in ("correct", "wrong", "unparseable")}
         return StepResult(reward=float(bool(verdict)), terminated=True, info=info)
 
     def tools(self) -> Sequence[Mapping[str, Any]]:

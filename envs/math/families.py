@@ -133,7 +133,9 @@ def recurrence(rng: random.Random, level: int) -> Problem:
             (a[2] * b[1] + a[3] * b[3]) % 1000,
         )
 
-    power, square, left = (1, 0, 0, 1), (p, q, 1, 0), n - 1
+    power: tuple[int, ...] = (1, 0, 0, 1)
+    square: tuple[int, ...] = (p, q, 1, 0)
+    left = n - 1
     while left:
         power = times(power, square) if left % 2 else power
         square, left = times(square, square), left // 2

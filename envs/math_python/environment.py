@@ -14,7 +14,7 @@ from typing import Any
 
 from sao.environment import Action, Context, Message, StepResult, Task
 from sao.envs.math.environment import MathEnvironment
-from sao.envs.math_python.programs import PROGRAMS, worked
+from sao.envs.math_python.programs import MIXTURE, PROGRAMS, worked
 from sao.errors import ConfigError, EnvironmentFailure
 from sao.sandbox.protocol import ExecResult, Sandbox
 
@@ -25,7 +25,7 @@ SCHEMA: dict[str, Any] = {
 }
 # Runs what it reads, and shows the value of a last expression. No file is written, so a program can be run where nothing can be.
 DRIVER = """
-import ast, sys, traceback
+import ast, sys
 names = {"__name__": "__main__"}
 try:
     body = ast.parse(sys.stdin.read(), "program").body
@@ -35,6 +35,7 @@ try:
     if shown is not None:
         print(shown)
 except Exception as error:
+    import traceback
     behind = None if isinstance(error, SyntaxError) else error.__traceback__.tb_next
     traceback.print_exception(type(error), error, behind)
     sys.exit(1)
@@ -130,17 +131,17 @@ class MathPythonEnvironment(MathEnvironment):
     ) -> list[Message]:
         """A conversation for `sao warmstart`: a program, what it printed, the answer. Of the families that have one (`programs.PROGRAMS`).
 
-        Not clean: in half of them a number of the program is wrong, or the answer is guessed without one.
+        Clean ones are right. The others are of mixed quality (`programs.MIXTURE`), so that a policy which imitates them is left with something to learn.
         """
         known = [family for family in families or PROGRAMS if family in PROGRAMS]
         if not known:
             raise ConfigError(f"env.args.families={list(families)}: demonstrations are known of {', '.join(PROGRAMS)}; name one of them")
         payload = cls.generate_payload(rng, "train", families=known, level=level)
         messages = cls(Task("demonstration", "math_python", payload), system=system).messages
-        slip = 0.0 if clean else rng.random()
-        if slip > 0.75:
+        kind = "good" if clean else rng.choices(list(MIXTURE), list(MIXTURE.values()))[0]
+        if kind == "no_tool":
             return [*messages, {"role": "assistant", "content": boxed(rng.randint(0, 99))}]
-        program, output = worked(payload["family"], payload["question"], rng if slip > 0.5 else None)
+        program, output = worked(payload["family"], payload["question"], rng if kind == "miscopy" else None)
         return [
             *messages,
             {"role": "assistant", "content": tool_call(program)},

@@ -17,26 +17,29 @@ def value(text: str) -> tuple[Fraction, list[int]]:
     """The exact value of an expression and the integers in it, in order. Raises NotArithmetic."""
     if len(text) > MOST_CHARS:
         raise NotArithmetic(f"longer than {MOST_CHARS} characters")
-    tokens = [number or sign for number, sign in TOKEN.findall(text.strip().replace("×", "*").replace("÷", "/"))]
+    found = TOKEN.findall(text.strip().replace("×", "*").replace("÷", "/"))
+    tokens: list[int | str] = [int(number) if number else sign for number, sign in found]
     parser = _Parser(tokens)
     result = parser.sum()
     if parser.at != len(tokens):
         raise NotArithmetic(f"{tokens[parser.at]!r} was not expected")
-    return result, [int(token) for token in tokens if token.isdigit()]
+    return result, [token for token in tokens if isinstance(token, int)]
 
 
 class _Parser:
     """Recursive descent; its depth is bounded by the length of the text."""
 
-    def __init__(self, tokens: list[str]) -> None:
+    def __init__(self, tokens: list[int | str]) -> None:
         self.tokens = tokens
         self.at = 0
 
     def next(self, wanted: str) -> str:
         """The token here if it is one of the characters wanted, else an empty text."""
-        found = self.tokens[self.at] if self.at < len(self.tokens) and self.tokens[self.at] in tuple(wanted) else ""
-        self.at += bool(found)
-        return found
+        token = self.tokens[self.at] if self.at < len(self.tokens) else ""
+        if not isinstance(token, str) or token not in tuple(wanted):
+            return ""
+        self.at += 1
+        return token
 
     def sum(self) -> Fraction:
         total = self.product()
@@ -62,7 +65,8 @@ class _Parser:
             if not self.next(")"):
                 raise NotArithmetic("a bracket is not closed")
             return inside
-        if self.at < len(self.tokens) and self.tokens[self.at].isdigit():
-            self.at += 1
-            return Fraction(int(self.tokens[self.at - 1]))
-        raise NotArithmetic("a number is missing")
+        token = self.tokens[self.at] if self.at < len(self.tokens) else ""
+        if not isinstance(token, int):
+            raise NotArithmetic("a number is missing")
+        self.at += 1
+        return Fraction(token)

@@ -10,6 +10,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sao.config import RewardConfig
@@ -41,7 +42,7 @@ class ReasoningGymEnvironment:
         self,
         task: Task,
         *,
-        dataset: str,
+        dataset: str = "chain_sum",
         config: Mapping[str, Any] | None = None,
         partial: bool = True,
         shots: int = 0,
@@ -99,7 +100,7 @@ class ReasoningGymEnvironment:
         rng: random.Random,
         split: str,
         *,
-        dataset: str,
+        dataset: str = "chain_sum",
         config: Mapping[str, Any] | None = None,
         partial: bool = True,
         shots: int = 0,
@@ -116,12 +117,36 @@ class ReasoningGymEnvironment:
             raise ConfigError(f"env.args.shots={shots}, but {dataset} has no answers to show; set it to 0")
         return {"seed": rng.choice(SEEDS[split])}
 
+    @classmethod
+    def demonstration(
+        cls,
+        rng: random.Random,
+        clean: bool,
+        *,
+        dataset: str = "chain_sum",
+        config: Mapping[str, Any] | None = None,
+        partial: bool = True,
+        shots: int = 0,
+        system: str = SYSTEM,
+        timeout_s: float = 10.0,
+    ) -> list[Message]:
+        """A question and its answer; unless clean, half of the answers are another question's."""
+        payload = cls.generate_payload(rng, "train", dataset=dataset, config=config, shots=shots)
+        environment = cls(Task("demonstration", "reasoning_gym", payload), dataset=dataset, config=config, shots=shots, system=system)
+        messages = environment._open()
+        other = not clean and rng.random() < 0.5
+        entry = generator(dataset, config or {}).entry(rng.choice(SEEDS["train"])) if other else environment.entry
+        if entry["answer"] is None:
+            raise ConfigError(f"env.args.dataset={dataset} has no answers to imitate; set model.warmstart=false and name a model in model.path")
+        return [*messages, {"role": "assistant", "content": str(entry["answer"]).strip()}]
 
+
+@dataclass(frozen=True)
 class Majority:
     """The commonest answer of a data set, and how often it is right: what a policy earns that looks at no question."""
 
-    def __init__(self, answer: str, share: float) -> None:
-        self.answer, self.share = answer, share
+    answer: str
+    share: float
 
 
 _majorities: dict[Generator, Majority] = {}

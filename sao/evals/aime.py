@@ -24,8 +24,8 @@ from sao.errors import ConfigError, SystemFailure
 from sao.evals import math_sets
 from sao.evals.estimators import majority_at_k, normalise_answer, pass_at_k
 from sao.evals.heldout import SOLVED, EvalResult, evaluate
-from sao.evals.job import Job, checked, for_evaluation, free_name, number, result_record, run_job, subject_of, temperature_of
-from sao.evals.samples import Drawing, Sample, Samples
+from sao.evals.job import Job, checked, for_evaluation, number, result_record, run_job, subject_of, temperature_of
+from sao.evals.samples import FILE, Drawing, Sample, Samples
 from sao.evals.symbolic import read_answer
 from sao.rollout.episodes import EpisodeRunner
 from sao.runtime import saved, sweeper
@@ -185,6 +185,8 @@ def make_aime_job(arguments: Sequence[str]) -> AimeJob:
     title = re.sub(r"[^\w.+-]", "_", "-".join(filter(None, ["aime", subject.name, chosen, name, tool])))
     parent = (subject.folder if "run" in own else Path("runs").resolve() / f"aime-{subject.name}") / "evals"
     folder = Path(own["out"]).expanduser().resolve() if "out" in own else _resumable(parent, title)
+    if not (folder / FILE).exists() and folder.with_name(f"{folder.name}.json").exists():
+        raise ConfigError(f"out={own['out']}: {folder.name}.json is there already, without the samples it came from; name another folder")
     return AimeJob(job, name, chosen, tool, ks, folder, _identity(job, chosen))
 
 
@@ -214,7 +216,7 @@ def _problems(own: Mapping[str, str]) -> list[math_sets.MathProblem] | None:
 
 def _protocol(preset: Preset, overrides: Sequence[str]) -> list[str]:
     """The preset as overrides, but for keys that the command sets itself. Lengths are only made to fit each other here, see `_with_room`."""
-    given = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
+    given = {key: value for key, _, value in (text.lstrip("+").partition("=") for text in overrides)}
     values: dict[str, Any] = {
         "rollout.sampling.top_p": preset.top_p,
         "rollout.sampling.top_k": preset.top_k,
@@ -252,16 +254,18 @@ def _tasks(config: Config, problems: Sequence[math_sets.MathProblem] | None, cou
 
 
 def _resumable(parent: Path, title: str) -> Path:
-    """The folder of the last evaluation of this title while samples of it are missing, else a free one: results are never overwritten."""
-    last = parent / title
-    for number_ in range(2, 10_000):
-        result = last.with_name(f"{last.name}.json")
-        if not last.exists() and not result.exists():
-            return last
-        if not result.exists() or json.loads(result.read_text()).get("failed"):
-            return last
-        last = parent / f"{title}-{number_}"
-    return free_name(parent, title)
+    """The folder of the first evaluation of this title that has no result, or one that lacks samples: what is whole is never overwritten."""
+    names = (title, *(f"{title}-{count}" for count in range(2, 10_000)))
+    return next(parent / name for name in names if _lacks_samples(parent / f"{name}.json"))
+
+
+def _lacks_samples(result: Path) -> bool:
+    try:
+        return bool(json.loads(result.read_text())["failed"])
+    except FileNotFoundError:
+        return True
+    except (ValueError, KeyError, TypeError):
+        return False  # somebody else's file
 
 
 def _identity(job: Job, chosen: str) -> dict[str, Any]:
@@ -340,7 +344,7 @@ def _at(ks: Sequence[int], problems: Sequence[Mapping[str, Any]], figure: Callab
 def _problem(task: Task, samples: Sequence[Sample]) -> dict[str, Any]:
     """One row of the table. A right answer votes for the gold however it is written; one cut off, or none, has no vote."""
     gold = str(task.payload["answer"])
-    votes = [None if s.truncated or s.answer is None else gold if s.reward >= SOLVED else s.answer for s in samples]
+    votes = [gold if s.reward >= SOLVED else None if s.truncated else s.answer for s in samples]
     counted = [_plain(vote) for vote in votes if vote is not None]
     return {
         "task_id": task.task_id,

@@ -13,6 +13,7 @@ from typing import Literal
 
 MOST_CHARS = 400  # of an answer; no number that anyone is asked for is longer
 BOX = re.compile(r"\\boxed\s*\{")
+BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)  # an escaped brace is a character like any other
 THIN = re.compile(r"\\[,;:! ]|~")
 SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)", re.ASCII)  # between digits it is no dress: 4 2 is not 42
 TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
@@ -43,30 +44,28 @@ class Verdict:
 def extract(completion: str) -> str:
     """What a completion gives as its answer. Raises Unparseable when a box is there but none is closed, or nothing is said after the reasoning."""
     said = completion.rpartition("</think>")[2].partition("<think>")[0]
-    boxes = list(BOX.finditer(said))
-    for box in reversed(boxes):  # of nested boxes the inner one begins last
-        end = _closing(said, box.end())
-        if end is not None:
-            return said[box.end() : end].strip()
-    if boxes:
+    content = _last_box(said)
+    if content is not None:
+        return content.strip()
+    if BOX.search(said):
         raise Unparseable("the box is not closed")
     if not said.strip():
         raise Unparseable("nothing is said after the reasoning" if "think>" in completion else "the answer is empty")
     return said.strip()
 
 
-def _closing(text: str, begin: int) -> int | None:
-    """Where the brace opened just before `begin` is closed; None when it never is. An escaped brace is a character like any other."""
-    depth, at = 1, begin
-    while at < len(text):
-        if text[at] == "\\":
-            at += 2
-            continue
-        depth += (text[at] == "{") - (text[at] == "}")
-        if depth == 0:
-            return at
-        at += 1
-    return None
+def _last_box(text: str) -> str | None:
+    """What stands in the box that begins last of those that are closed; None without one. One pass, however many are opened."""
+    opened: list[tuple[int, bool]] = []
+    last: tuple[int, int] | None = None
+    for found in BRACES.finditer(text):
+        if found[0].endswith("{") and found[0] != r"\{":
+            opened.append((found.end(), found[0] != "{"))
+        elif found[0] == "}" and opened:
+            begin, box = opened.pop()
+            if box and (last is None or begin > last[0]):
+                last = begin, found.start()
+    return text[last[0] : last[1]] if last else None
 
 
 def number(text: str) -> Fraction:

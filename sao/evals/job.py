@@ -73,7 +73,7 @@ def evaluate_command(arguments: Sequence[str]) -> int:
     """
     sweeper.start()  # before the user's environments and rewards are tried
     job = make_job(arguments)
-    target = free_name(job.folder / "evals", job.title)
+    target = _free_name(job.folder / "evals", job.title)
     try:
         target.mkdir(parents=True)
     except OSError as error:
@@ -194,6 +194,7 @@ def for_evaluation(config: Config) -> Config:
 
 
 def temperature_of(own: dict[str, str], default: float) -> float:
+    """Raises ConfigError for a temperature that nothing samples at."""
     temperature: float = number(own, "temperature", float, default)
     if not math.isfinite(temperature) or temperature < 0 or 0 < temperature < LOWEST_TEMPERATURE:
         raise ConfigError(f"temperature={temperature} is not sampled at; give 0, which is greedy, or at least {LOWEST_TEMPERATURE}")
@@ -201,13 +202,14 @@ def temperature_of(own: dict[str, str], default: float) -> float:
 
 
 def number(own: dict[str, str], key: str, kind: Callable[[str], Any], default: Any) -> Any:
+    """What an argument says, or the default. Raises ConfigError where that is no number of its kind."""
     try:
         return kind(own[key]) if key in own else default
     except ValueError:
         raise ConfigError(f"{key}={own[key]} is not {'a whole number' if kind is int else 'a number'}") from None
 
 
-def free_name(folder: Path, title: str) -> Path:
+def _free_name(folder: Path, title: str) -> Path:
     """`title`, or with a number when an earlier evaluation has it: results are never overwritten."""
     names = [title, *(f"{title}-{i}" for i in range(2, 10_000))]
     return next(folder / name for name in names if not (folder / name).exists() and not (folder / f"{name}.json").exists())
@@ -243,7 +245,7 @@ async def run_job(job: Job, logs: Path, through: Callable[[EpisodeRunner], Episo
         watcher = asyncio.create_task(cluster.watch(lambda snapshots: None))
         work = asyncio.create_task(
             evaluate(
-                through(_Counting(cluster.workers(), len(job.tasks) * job.samples)),
+                _Counting(through(cluster.workers()), len(job.tasks) * job.samples),
                 job.tasks,
                 name=job.name,
                 version=0,

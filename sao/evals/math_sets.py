@@ -20,7 +20,7 @@ ANSWER_COLUMNS = ("answer", "Answer", "Short Answer", "final_answer", "expected_
 ID_COLUMNS = ("id", "ID", "unique_id", "problem_idx", "Problem ID")
 SHOWN = 5
 SHORTEST_PROBLEM = 12  # characters
-MOST_WORDS = 6  # in a gold; a text of more is a problem or a solution in the wrong column
+MOST_WORDS = 4  # in a gold; a text of more is a problem or a solution in the wrong column
 
 
 @dataclass(frozen=True)

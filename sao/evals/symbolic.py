@@ -14,6 +14,7 @@ import queue
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from sao.errors import ConfigError, RewardFailure
 from sao.evals.graders import BOX, Unparseable, Verdict, extract, number
@@ -26,7 +27,7 @@ WORKER = "sao.evals.symbolic_worker:grade"
 LONGEST, DEEPEST, MOST_DIGITS, HIGHEST_TOWER, LARGEST_EXPONENT, LARGEST_FACTORIAL = 2000, 40, 200, 2, 9999, 2000
 LONGEST_UNBOXED = 100  # characters of a text that may be an answer without a box
 # What the worker's codes mean (sao.evals.symbolic_worker).
-VERDICTS = (
+VERDICTS: tuple[tuple[Any, str], ...] = (
     ("wrong", ""),
     ("correct", ""),
     ("unparseable", "it cannot be read"),
@@ -34,41 +35,73 @@ VERDICTS = (
     ("unparseable", "it needs more memory or depth than an answer may"),
 )
 EXTRA = "symbolic answers are graded by math-verify, which is not installed; run `pip install 'sao-rl[math]'`"
+# One thread looks at texts: several would take turns at holding the interpreter, and the event loop would come last.
+_reader = ThreadPoolExecutor(1, thread_name_prefix="symbolic-reader")
 
 
 def exact(completion: str, gold: str) -> Verdict | None:
-    """The verdict where no formula need be read: both answers are numbers, or the completion has none. None: it takes a `SymbolicGrader`.
-
-    Where math-verify is not installed, an answer to a number must be written as one.
-    """
+    """The verdict where both answers are numbers, or the completion has none. None where it takes more."""
     try:
-        answer = extract(completion)
-        if answer == completion.strip() and len(answer) > LONGEST_UNBOXED:
-            raise Unparseable("there is no box")
+        answer = _said(completion)
     except Unparseable as error:
         return Verdict("unparseable", str(error))
     try:
-        right = number(extract(gold))
+        return Verdict("correct" if number(answer) == number(extract(gold)) else "wrong")
     except Unparseable:
         return None
-    try:
-        return Verdict("correct" if number(answer) == right else "wrong")
-    except Unparseable as error:
-        return None if available() else Verdict("unparseable", str(error))
 
 
-async def grade(completion: str, gold: str) -> Verdict:
-    """Whether a completion gives the gold answer, a number or a formula. Never holds the event loop for more than the look at both texts.
+def at_sight(completion: str, gold: str) -> Verdict | None:
+    """The verdict where the two texts tell it: refused, unreadable, written alike. None where a formula has to be computed.
 
     Raises RewardFailure when the gold cannot be graded against, ConfigError where it takes math-verify and that is not installed.
     """
+    answer = _said(completion)
+    try:
+        number(extract(gold))
+        is_number = True
+    except Unparseable:
+        is_number = False
+        check_available()
+        if reason := refusal(gold) or _unreadable(gold):
+            raise RewardFailure(f"the reference answer {gold[:80]!r} cannot be graded against: {reason}") from None
+    if reason := refusal(answer) or _unreadable(answer):
+        return Verdict("unparseable", reason)
+    if is_number and (isinstance(read(answer), Words) or not available()):
+        return Verdict("unparseable", "it is not a number")
+    return Verdict("correct") if read(answer) == read(gold) else None
+
+
+async def grade(completion: str, gold: str) -> Verdict:
+    """Whether a completion gives the gold answer, a number or a formula. Only numbers are looked at in the event loop. Raises as `at_sight` does."""
     found = exact(completion, gold)
-    return found or await shared_grader().judge_async(extract(completion), gold)
+    if found is None:
+        found = await asyncio.get_running_loop().run_in_executor(_reader, at_sight, completion, gold)
+    return found if found is not None else await shared_grader().judge_async(extract(completion), gold)
 
 
 def grade_blocking(completion: str, gold: str) -> Verdict:
     """The same for callers without an event loop."""
-    return exact(completion, gold) or shared_grader().judge(extract(completion), gold)
+    found = exact(completion, gold)
+    if found is None:
+        found = at_sight(completion, gold)
+    return found if found is not None else shared_grader().judge(extract(completion), gold)
+
+
+def read_answer(completion: str) -> tuple[str | None, str]:
+    """What a completion gives as its answer; without one, None and why."""
+    try:
+        return _said(completion), ""
+    except Unparseable as error:
+        return None, str(error)
+
+
+def _said(completion: str) -> str:
+    """The answer, from its box, or a text so short that it may be one. Raises Unparseable."""
+    answer = extract(completion)
+    if len(answer) > LONGEST_UNBOXED and not BOX.search(completion.rpartition("</think>")[2]):
+        raise Unparseable("there is no box")
+    return answer
 
 
 def doubt(gold: str) -> str:
@@ -80,18 +113,9 @@ def doubt(gold: str) -> str:
         if not available():
             return f"{error}, and {EXTRA}"
     fault = refusal(gold) or _unreadable(gold)
-    if not fault and isinstance(read(gold), Words) and not re.search(r"\\(?:text|mathrm|mbox)", gold):
+    if not fault and isinstance(read(gold), Words) and not re.search(r"\\(?:text|mathrm|mbox)|^[A-Z]+$", gold):
         return "it is no number and no formula, and a word must be written as \\text{}"
     return fault
-
-
-def read_answer(completion: str) -> tuple[str | None, str]:
-    """What stands in the box; without one, None and why. A text without a box gives no answer to vote with, however short it is."""
-    try:
-        answer = extract(completion)
-    except Unparseable as error:
-        return None, str(error)
-    return (answer, "") if BOX.search(completion.rpartition("</think>")[2]) else (None, "there is no box")
 
 
 def available() -> bool:
@@ -119,9 +143,9 @@ def refusal(text: str) -> str:
     plain = text.replace("**", "^").replace(" ", "")
     if _tower(plain) > HIGHEST_TOWER:
         return f"it has a tower of more than {HIGHEST_TOWER} powers"
-    if any(int(exponent) > LARGEST_EXPONENT for exponent in re.findall(r"\^[{(]*[-+]?(\d+)", plain)):
+    if any(int(digits) > LARGEST_EXPONENT for digits in re.findall(r"\^[{(]*[-+]?(\d+)", plain)):
         return f"it has an exponent above {LARGEST_EXPONENT}"
-    if re.search(r"!\s*[)}]*\s*!", text) or any(int(number) > LARGEST_FACTORIAL for number in re.findall(r"(\d+)[)}]*!", plain)):
+    if re.search(r"!\s*[)}]*\s*!", text) or any(int(digits) > LARGEST_FACTORIAL for digits in re.findall(r"(\d+)[)}]*!", plain)):
         return f"it has a factorial of a factorial, or of more than {LARGEST_FACTORIAL}"
     return ""
 
@@ -173,11 +197,11 @@ class SymbolicGrader:
         return [pid for process in self._processes if (pid := process.pid) is not None]
 
     def judge(self, answer: str, gold: str) -> Verdict:
-        """Whether `answer`, taken out of its box, is `gold`. Raises RewardFailure when the gold cannot be read or the workers cannot be started."""
-        return self._at_once(answer, gold) or self._threads.submit(self._judge, answer, gold).result()
+        """Whether two answers, taken out of their boxes, are equal. Raises RewardFailure when the gold cannot be read or the workers cannot be started."""
+        return self._threads.submit(self._judge, answer, gold).result()
 
     async def judge_async(self, answer: str, gold: str) -> Verdict:
-        return self._at_once(answer, gold) or await asyncio.wrap_future(self._threads.submit(self._judge, answer, gold))
+        return await asyncio.wrap_future(self._threads.submit(self._judge, answer, gold))
 
     def fault(self, gold: str) -> str:
         """Why `gold` cannot be graded against: it must be found equal to itself by computing, not by its letters. Empty when it can be."""
@@ -195,16 +219,6 @@ class SymbolicGrader:
         for process in self._processes:
             process.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
-
-    def _at_once(self, answer: str, gold: str) -> Verdict | None:
-        """What can be said without computing."""
-        for text, whose in ((gold, "gold"), (answer, "answer")):
-            reason = refusal(text) or _unreadable(text)
-            if reason and whose == "gold":
-                raise RewardFailure(f"the reference answer {gold[:80]!r} cannot be graded against: {reason}")
-            if reason:
-                return Verdict("unparseable", reason)
-        return Verdict("correct") if read(answer) == read(gold) else None
 
     def _judge(self, answer: str, gold: str) -> Verdict:
         try:

@@ -11,7 +11,6 @@ Brackets keep their kind and order, so an interval is never a point and never a 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -64,16 +63,16 @@ class Equation:
 
 Node = Atom | Words | Collection | Brackets | Union | Equation
 
-PAIRS = {"(": ")", "[": "]", "{": "}", r"\{": r"\}"}
 UNICODE = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "°": r"^\circ ",
     "∅": r"\emptyset ", "±": r"\pm ", "∈": r"\in ", "\u00a0": " ", "²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
 }  # fmt: skip
 FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt"
 NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
-NAMES = re.compile(rf"\\(?:{FUNCTIONS}|[A-Za-z]+)")
+NAMES = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]+\}|\\[A-Za-z]+")
 SIMPLE = r"(?:\{[^{}]*\}|\\[A-Za-z]+|\d|[A-Za-z])"
-ORDER = {"<": False, r"\lt": False, r"\le": True, r"\leq": True, r"\leqslant": True}
+OPENING, CLOSING = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
+TOKENS = re.compile(r"\\[{}]|\\[A-Za-z]+|.", re.DOTALL)
 VARIABLE = r"[A-Za-z](?:_\{?\w+\}?)?"
 
 
@@ -87,12 +86,13 @@ def read(text: str) -> Node:
 
 def spell(text: str) -> str:
     """The same answer in the one spelling that this module splits: dressing, sizes, spaces and units gone, arguments braced."""
+    text = text.replace("\0", "")
     for sign, latex in UNICODE.items():
         text = text.replace(sign, latex)
     text = re.sub(r"\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr|displaystyle|textstyle|limits)(?![A-Za-z])\.?", "", text)
-    text = re.sub(r"(?<=\d)(?:\\[,!;: ]|\{,\}|~)(?=\d{3}(?!\d))", "", text)  # 1\,000 and 1{,}000 are one number
+    text = re.sub(r"(?<=\d)(?:,?\\[,!;: ]|\{,\}|~)(?=\d{3}(?!\d))", "", text)  # 1\,000 and 1{,}000 are one number
     text = re.sub(r"\\\$|\$|\\\(|\\\)|\\\[|\\\]|\\!", "", text)
-    text = re.sub(r"\\[,;: ]|~|\\q?quad(?![A-Za-z])|\s+", " ", text)
+    text = re.sub(r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\s+", " ", text)
     text = re.sub(r"\\(?:text|mathrm|textrm|mbox)\s*\{\s*(or|and)\s*\}|(?<![A-Za-z])(?:or|and)(?![A-Za-z])", ",", text)
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
     text = _degrees(_without_unit(text.strip().rstrip(".").rstrip()))
@@ -108,7 +108,7 @@ def spell(text: str) -> str:
 
 def _without_unit(text: str) -> str:
     """A number with its unit is the number: `12\\text{ cm}^2`, `12 cm`; a bare unit, or a word, is left alone."""
-    text = re.sub(r"(?<=[\d})])\s*\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}(?:\s*\^\s*\{?\d\}?)?$", "", text)
+    text = re.sub(r"(?<=[\d})])\s*\\(?:text|mathrm|textrm|mbox)\s*\{(?![ie]\})[^{}]*\}(?:\s*\^\s*\{?\d\}?)?$", "", text)
     number = re.fullmatch(r"([-+]?\d[\d.,/]*)\s+(?!(?:pi|sqrt)\b)[A-Za-z]{2,}(?: [A-Za-z]+){0,3}\.?(?:\s*\^\s*\{?\d\}?)?", text)
     return number[1] if number else text
 
@@ -208,7 +208,7 @@ def _interval(parts: list[str]) -> Node:
 
 def _expression(text: str) -> Atom | Words:
     text = text.strip()
-    if re.search(r"[A-Za-z]{4,}|[A-Za-z]{2,} [A-Za-z]{2,}", NAMES.sub(" ", text)) or re.fullmatch(r"[A-Za-z]{2,3}", text):
+    if re.search(r"[A-Za-z]{4,}|[A-Za-z]{2,} [A-Za-z]{2,}", NAMES.sub(" ", text)) or re.fullmatch(r"[A-Z]{2,3}", text):
         return Words(re.sub(r"\s+", "", text).casefold())
     if re.search(r"\d\s+\d", text):
         raise Unreadable("it has numbers side by side")
@@ -237,35 +237,23 @@ def _in_base(found: re.Match[str]) -> str:
 
 
 def _closing(text: str, at: int) -> int:
-    """Where the bracket opened at `at` ends. `(1, 2]` is a pair: brackets of intervals may differ. Raises Unreadable when it does not end."""
+    """The last character of the bracket that ends the one opened at `at`, of whatever kind: an interval's may differ. Raises Unreadable when none does."""
     level = 0
-    for index, sign in _brackets(text, at):
-        level += 1 if sign in ("(", "[", "{", r"\{") else -1
-        if level == 0:
-            return index + len(sign) - 1
+    for found in TOKENS.finditer(text, at):
+        level += (found.group() in OPENING) - (found.group() in CLOSING)
+        if level <= 0:
+            return found.end() - 1
     raise Unreadable("its brackets do not match")
 
 
-def _brackets(text: str, start: int = 0) -> list[tuple[int, str]]:
-    return [(found.start() + start, found.group()) for found in re.finditer(r"\\[{}]|[()\[\]{}]", text[start:])]
-
-
 def _split(text: str, separator: str) -> list[str]:
-    """`text` at every separator outside brackets; a comma inside a written thousand, which `_node` has taken before, does not come here."""
-    parts, level, last, index = [], 0, 0, 0
-    word: Callable[[int], bool] = lambda end: separator.startswith("\\") and text[end : end + 1].isalpha()  # noqa: E731
-    while index < len(text):
-        sign = text[index : index + 2] if text[index : index + 2] in (r"\{", r"\}") else text[index]
-        if sign in ("(", "[", "{", r"\{"):
-            level += 1
-        elif sign in (")", "]", "}", r"\}"):
-            level -= 1
-        elif level == 0 and text.startswith(separator, index) and not word(index + len(separator)):
-            parts.append(text[last:index])
-            last = index + len(separator)
-            index = last
-            continue
-        index += len(sign)
+    """`text` at every separator outside brackets. Raises Unreadable when those do not match."""
+    parts, level, last = [], 0, 0
+    for found in TOKENS.finditer(text):
+        level += (found.group() in OPENING) - (found.group() in CLOSING)
+        if level == 0 and found.group() == separator:
+            parts.append(text[last : found.start()].strip())
+            last = found.end()
     if level != 0:
         raise Unreadable("its brackets do not match")
-    return [part.strip() for part in [*parts, text[last:]]]
+    return [*parts, text[last:].strip()]

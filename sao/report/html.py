@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from sao.report import figures, online, samples
+from sao.report import curriculum, figures, online, samples
 from sao.report.live import clock_text
 from sao.report.plots import interval, short, sparkline
 from sao.report.rundata import RunData, load_run
@@ -41,6 +41,8 @@ def render(run: RunData) -> str:
         ("learning", "Learning", "Reward on the training tasks, and what policy and critic did to get it.", lambda: figures.learning(run)),
         *([("online", "The stream", "What is rewarded changes while the run goes on: what each change cost, and what stood guard.", lambda: online.section(run))]
           if online.concerns(run) else []),
+        *([("curriculum", "The curriculum", "Which tasks were drawn, by what they had lately earned.", lambda: curriculum.section(run))]
+          if curriculum.concerns(run) else []),
         ("trajectories", "Trajectories", "What the agent wrote, token by token. Point at a token for its training record; open a row to read it.",
          lambda: samples.section(run, text)),
         ("asynchrony", "Asynchrony", "Engines generate while the learner trains. How old the data was, and who waited for whom.", lambda: figures.asynchrony(run)),

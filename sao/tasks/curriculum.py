@@ -36,10 +36,15 @@ MOST_LABELS = 32  # levels that metrics name one by one
 
 
 class Buckets(Protocol):
-    """A source as a curriculum sees it. labels: names of the levels, easiest first; empty where each bucket is one task."""
+    """A source as a curriculum sees it."""
 
-    size: int
-    labels: Sequence[str]
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def labels(self) -> Sequence[str]:
+        """Names of the levels, easiest first; empty where each bucket is one task."""
+        ...
 
     def task(self, bucket: int, rng: random.Random, position: int) -> Task:
         """A task of the bucket, as draw `position`."""
@@ -130,8 +135,11 @@ class PoolTasks:
 
 
 class Curriculum:
-    """A TaskSource over the buckets of another. floor: share of the draws that goes to all buckets alike. recent: rewards of a bucket that count, the last
-    of them as a running mean (1/n each until there are so many, then an exponential window of that length)."""
+    """A TaskSource over the buckets of another.
+
+    floor: share of the draws that goes to all buckets alike. recent: how many of a bucket's last rewards count; the mean of all until there are so many,
+    from then on an exponential mean in which a new reward weighs 1 / recent.
+    """
 
     def __init__(self, source: TaskSource, buckets: Buckets, sampler: Sampler, *, seed: int, floor: float, recent: int) -> None:
         self.name = source.name
@@ -215,8 +223,10 @@ class Curriculum:
         return [even + (1 - self._floor) * share for share in self._sampler.shares()]
 
     def metrics(self) -> dict[str, float]:
-        """`curriculum/...`: of levels each one's share and recent reward and the mean level to come (0 the easiest), of single tasks how many were seen,
-        and the shares of those that are hardly ever, sometimes and nearly always solved."""
+        """`curriculum/...`: of levels each one's share and recent reward and the mean level to come (0 the easiest).
+
+        Of single tasks the share that was seen, and of these the shares that are hardly ever, sometimes and nearly always solved.
+        """
         found = {f"rollout/tasks/{self.name}": float(self._position)}
         labels = self._buckets.labels
         if labels:
@@ -261,7 +271,7 @@ def _buckets(source: TaskSource, column: str) -> Buckets | None:
 
 def _sampler(data: DataConfig, size: int, recent: int) -> Sampler:
     name = data.curriculum
-    made = SAMPLERS.get(name) or load_target(name, "data.curriculum")
+    made: Any = SAMPLERS.get(name) or load_target(name, "data.curriculum")
     missing = [method for method in ("update", "draw", "shares") if not callable(getattr(made, method, None))]
     if missing:
         raise ConfigError(f"data.curriculum={name} has no {', '.join(missing)}; see sao.tasks.samplers.Sampler")

@@ -98,7 +98,10 @@ class ProceduralSource(FixedOrder):
         offered = getattr(self._environment, "levels", None)
         if not callable(offered):
             return []
-        levels = list(offered(**self._args))
+        try:
+            levels = list(offered(**self._args))
+        except Exception as error:
+            raise ConfigError(f"levels() of env={self.name} does not take env.args={self._args} ({one_line(error)}); mend it") from error
         if len(set(map(str, levels))) != len(levels) or any(not isinstance(level, int | str) or "/" in str(level) for level in levels):
             raise ConfigError(f"levels() of env={self.name} returned {levels}; levels are different numbers or names without a slash")
         return levels

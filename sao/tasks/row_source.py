@@ -55,7 +55,7 @@ class RowSource(FixedOrder):
         self._order_epoch = -1
 
     @property
-    def length(self) -> int | None:
+    def length(self) -> int:
         """Rows of one epoch."""
         return len(self._rows)
 

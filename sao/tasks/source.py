@@ -2,7 +2,8 @@
 
 Which source an environment gets: rows of its own `env.data_path` if that is set; alone, rows of `data.path` if that is set; in a mixture its
 generator if it has one, else rows of `data.path`; otherwise its generator. With `online.phases` it is a stream from the generator. An environment class
-with `own_rows(split, **env.args)`, such as an adapter to a library that brings tasks, has rows of its own instead of a generator.
+with `own_rows(split, **env.args)`, such as an adapter to a library that brings tasks, has rows of its own instead of a generator. With
+`data.curriculum` what it has to choose among, levels or rows or the tasks of a pool, is drawn by recent reward.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class TaskSource(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
     def metrics(self) -> dict[str, float]:
-        """`rollout/tasks/<environment>`, `rollout/epoch/<environment>` (rows) and `rollout/share/<environment>` (mixtures)."""
+        """`rollout/tasks/<environment>`, `rollout/epoch/<environment>` (rows), `rollout/share/<environment>` (mixtures) and `curriculum/...`."""
         ...
 
 

@@ -177,6 +177,7 @@ def test_a_lent_replica_evaluates_while_the_other_trains(trained, tmp_path):
     assert max(r["off_policy/staleness_max"] for r in rows(run, "train")) <= 2
 
 
+@pytest.mark.long
 def test_a_sweep_runs_every_combination(trained, tmp_path):
     done = sao("train", "-m", *SMALL, "train.steps=1", "critic.critic_only_steps=0", "eval.at_start=false", "eval.at_end=false", "rollout.staleness=0,1",
                f"warmstart.cache_dir={trained.parent}/cache", cwd=tmp_path)  # fmt: skip

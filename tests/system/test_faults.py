@@ -10,6 +10,7 @@ import time
 import pytest
 
 from sao.replay.roll import replay
+from sao.report.store import read_columns
 from tests.system.faults import ROOT, Run, account, gone_within, undisturbed, weights
 from tests.system.scripted_run import options
 
@@ -67,6 +68,26 @@ def test_a_silent_actor_is_noticed_within_seconds_and_replaced(calm):
     whole(folder)
     assert weights(folder) == weights(calm / "calm")
     assert gone_within(folder, 5) == []
+
+
+@pytest.mark.long
+def test_a_curriculum_draws_on_after_kill_9_as_if_it_had_never_been_cut_off(tmp_path):
+    def arguments(name: str) -> list[str]:
+        return [*options(tmp_path, steps=STEPS), "data.pool=24", "data.curriculum=learnable", "checkpoint.every=6", f"run.dir={tmp_path / name}"]
+
+    def drawn(name: str) -> list[str]:
+        return read_columns(tmp_path / name, columns=["task_id"])["task_id"].to_pylist()
+
+    assert Run(arguments("calm"), tmp_path / "calm", scripted=True, log=tmp_path / "calm.log").wait() == 0
+    run = Run(arguments("killed"), tmp_path / "killed", scripted=True, log=tmp_path / "killed.log")
+    run.wait_for_step(10)
+    run.kill("driver")
+    run.wait()
+    assert gone_within(tmp_path / "killed", 5) == []
+    assert Run([f"resume={tmp_path / 'killed'}"], tmp_path / "killed", scripted=True, log=run.log).wait() == 0, run.log.read_text()
+    whole(tmp_path / "killed")
+    assert drawn("killed") == drawn("calm") and len(set(drawn("calm"))) == 24
+    assert weights(tmp_path / "killed") == weights(tmp_path / "calm")
 
 
 def test_interrupted_once_it_ends_with_a_checkpoint_and_goes_on(calm):

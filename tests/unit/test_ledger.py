@@ -86,3 +86,11 @@ def test_a_lost_entry_is_noticed(count):
     assert ledger.audit()["closes"]
     ledger.entries.pop(0)
     assert not ledger.audit()["closes"]
+
+
+def test_a_finished_episode_goes_by_the_task_it_was():
+    """A batch that is trained again may hold another task than the curriculum draws in its place on a resume."""
+    ledger = Ledger()
+    ledger.submit(EpisodeId(0), "drawn again", "fake", "default", 0)
+    ledger.finish(make_trajectory(0, task="trained").meta())
+    assert ledger.entries[0].task_id == "trained"

@@ -64,15 +64,14 @@ class Disk:
         self.history.append(state["batches_done"])
 
 
-def sitting(config, disk: Disk | None, step_s, latency, fails, until: float | None):
+def sitting(config, disk: Disk | None, step_s, latency, fails, until: float | None, source=None, workers=TimedWorkers):
     """One process's life: from nothing or from the disk, to the end or to a sudden death at `until` seconds."""
     actor_from = config.critic.critic_only_steps
     learner = DigestLearner(actor_from, step_s)
     engines = FakeEngines(0.1)
     new_disk = Disk(learner, disk.checkpoint if disk else None, slow=0.05)
-    loop = TrainingLoop(
-        config, CountingSource(("fast", "slow")), TimedWorkers(engines, latency, fails), learner, engines, SilentObserver(), checkpointer=new_disk
-    )
+    source = source or CountingSource(("fast", "slow"))
+    loop = TrainingLoop(config, source, workers(engines, latency, fails), learner, engines, SilentObserver(), checkpointer=new_disk)
     if disk is not None:
         state, buffered = loop.state_dict(), []
         if disk.checkpoint is not None:

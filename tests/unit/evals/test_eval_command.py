@@ -22,18 +22,24 @@ SMALL = ["model.path=model", "rollout.max_tokens=96", "rollout.max_turn_tokens=1
 SCORED = ["env=single_turn", "reward=my_reward_bad_input:score"]
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A user's folder: a model, tasks, and a run of the calculator that left two checkpoints. Made once; a test gets a copy."""
+    root = tmp_path_factory.mktemp("made")
+    (root / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (root / "my_reward_bad_input.py").write_text("def score(completion: str, row: dict) -> float:\n    return float(row['answer'] in completion)\n")
+    save_model(root / "model")
+    write_tokenizer(root / "model", control=True)
+    make_run(root, "run", ["env=calculator", "env.args.operand_max=50", "eval.tasks=7"], ["step-000002", "final"])
+    return root
+
+
 @pytest.fixture
-def project(tmp_path, monkeypatch):
-    """A user's folder: a model, tasks, and a run of the calculator that left two checkpoints."""
+def project(made, tmp_path, monkeypatch):
+    """A copy of that folder, which is where the test stands."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (tmp_path / "my_reward_bad_input.py").write_text(
-        "def score(completion: str, row: dict) -> float:\n    return float(row['answer'] in completion)\n"
-    )
-    save_model(tmp_path / "model")
-    write_tokenizer(tmp_path / "model", control=True)
-    make_run(tmp_path, "run", ["env=calculator", "env.args.operand_max=50", "eval.tasks=7"], ["step-000002", "final"])
     return tmp_path
 
 

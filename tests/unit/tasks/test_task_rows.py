@@ -104,7 +104,7 @@ def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_empty_files_and_unknown_extensions(tmp_path: Path) -> None:
     assert "holds no rows" in refusal(jsonl(tmp_path))
     assert "holds no rows" in refusal(jsonl(tmp_path, "", "  "))
-    assert "unknown extension '.csv'; use .jsonl" in refusal(jsonl(tmp_path, "a,b", name="tasks.csv"))
+    assert "unknown extension '.tsv'; use .jsonl" in refusal(jsonl(tmp_path, "a,b", name="tasks.tsv"))
     assert "`datasets` did not save" in refusal(str(tmp_path))
 
 
