@@ -210,7 +210,7 @@ def parser() -> argparse.ArgumentParser:
     made = actions.add_parser("make", help="make tasks for an environment that needs them")
     made.add_argument("name", choices=["swe"], help="swe: one-line bugs in small packages, each verified")
     made.add_argument(
-        "--packages", default="", metavar="A,B", help="names on the package index, source distributions or directories; default: a list of ten"
+        "--packages", default="", metavar="A,B", help="names on the package index, source distributions or directories; default: a list of nine"
     )
     made.add_argument("--to", default="runs/swe-tasks", metavar="DIR", help="the task repository to write or to go on with")
     made.add_argument("--tasks", type=int, default=200, metavar="N", help="how many tasks there shall be in all")

@@ -22,10 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sao.errors import ConfigError, SandboxFailure, SystemFailure, UserError
-from sao.evals.estimators import bootstrap_interval
+from sao.evals.estimators import wilson_interval
 from sao.report.jsonl import open_for_append, read_jsonl, write_record
 from sao.runtime import saved, sweeper
 from sao.runtime.run_folder import write_atomically
@@ -250,14 +248,14 @@ def report(job: SweJob, verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
     """What report.json holds. The resolve rate is over ALL tasks: one without a prediction is not resolved, and one that could not be graded is in no list."""
     assert job.predictions is not None
     predictions = job.predictions
-    solved = np.array([float(name in verdicts and verdicts[name].resolved) for name in job.tasks])
-    low, high = bootstrap_interval(solved, seed=0)
+    solved = sum(name in verdicts and verdicts[name].resolved for name in job.tasks)
+    low, high = wilson_interval(solved, len(job.tasks))
     by: dict[str, list[str]] = {kind: sorted(name for name, v in verdicts.items() if v.verdict == kind) for kind in VERDICTS}
     packages = sorted({task.package for task in job.tasks.values()})
     answered = {prediction.instance_id for prediction in predictions.good}
     return {
         "name": job.name,
-        "resolve_rate": float(solved.mean()),
+        "resolve_rate": solved / len(job.tasks),
         "low": low,
         "high": high,
         "total_instances": len(job.tasks),

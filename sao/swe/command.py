@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from sao.errors import UserError
 from sao.sandbox.client import Sandboxes
 from sao.swe.make import Maker, held_out_packages, summary
 from sao.swe.package import Package, fetch, read_package, unpack
+from sao.swe.toolbox import within_reach
 
 CACHE = "~/.cache/sao/swe/sources"
 
@@ -31,6 +33,10 @@ def make(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="sao-swe-") as scratch:
         packages = _packages(wanted, Path(scratch))
         held_out = held_out_packages([package.name for package in packages], [w for w in re.split(r"[,\s]+", args.held_out) if w])
+        if found := within_reach(package.name for package in packages):
+            print(
+                f"warning: {', '.join(found)} lies in {sys.base_prefix}, where a policy in the sandbox can read it; use an interpreter without packages"
+            )
         counts = asyncio.run(_make(args, repo, packages, held_out))
     print(
         f"{repo}: {sum(counts.values())} tasks of {sum(1 for n in counts.values() if n)} packages, held out: {', '.join(sorted(held_out)) or 'none'}"

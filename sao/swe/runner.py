@@ -11,6 +11,7 @@ import hmac
 import json
 import os
 import sys
+from typing import Any
 
 import pytest
 
@@ -18,12 +19,13 @@ MOST_TEXT = 4000  # characters kept of one failure
 
 
 class Recorder:
-    def __init__(self):
-        self.status = {}
-        self.failures = {}
-        self.exit = None
+    """What became of each test: its worst moment of setup, call and teardown."""
 
-    def pytest_runtest_logreport(self, report):
+    def __init__(self) -> None:
+        self.status: dict[str, str] = {}
+        self.failures: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
         previous = self.status.get(report.nodeid)
         if report.failed:
             now = "FAILED" if report.when == "call" else "ERROR"
@@ -31,20 +33,17 @@ class Recorder:
         elif report.skipped:
             now = "XFAIL" if hasattr(report, "wasxfail") else "SKIPPED"
         else:
-            now = "PASSED" if report.when == "call" else previous
+            now = "PASSED" if report.when == "call" else previous or ""
         if now and previous not in ("FAILED", "ERROR"):
             self.status[report.nodeid] = now
 
-    def pytest_collectreport(self, report):
+    def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
             self.status[report.nodeid] = "ERROR"
             self.failures.setdefault(report.nodeid, str(report.longrepr)[-MOST_TEXT:])
 
-    def pytest_sessionfinish(self, session, exitstatus):
-        self.exit = int(exitstatus)
 
-
-def main():
+def main() -> None:
     job = json.loads(sys.stdin.buffer.read())
     key = bytes.fromhex(job.pop("key"))
     sys.stdin.close()
@@ -56,7 +55,7 @@ def main():
     recorder = Recorder()
     options = ["-rA", "-q", "--tb=short", "--color=no", "-p", "no:cacheprovider", "-o", "addopts=", "--continue-on-collection-errors", "--rootdir=."]
     code = int(pytest.main([*options, *job["tests"], job["canary"]], plugins=[recorder]))
-    body = json.dumps({"status": recorder.status, "failures": recorder.failures, "exit": recorder.exit, "code": code}).encode()
+    body = json.dumps({"status": recorder.status, "failures": recorder.failures, "code": code}).encode()
     sys.stdout.flush()
     with open(job["out"], "wb") as file:
         file.write(hmac.new(key, body, hashlib.sha256).hexdigest().encode() + b"\n" + body)

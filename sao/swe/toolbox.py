@@ -14,6 +14,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from sao.errors import UserError
@@ -97,3 +98,14 @@ def _copy_distribution(name: str, library: Path) -> None:
         copy = library / file
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, copy)
+
+
+def within_reach(names: Iterable[str]) -> list[str]:
+    """Packages that lie in the installation of this interpreter, which the sandbox shows beside the copy: whoever looks there finds the answer."""
+    library = sysconfig.get_path("purelib", vars={"base": sys.base_prefix, "platbase": sys.base_prefix})
+    there = {_plain(found.metadata["Name"]) for found in importlib.metadata.distributions(path=[library]) if found.metadata["Name"]}
+    return sorted(name for name in names if _plain(name) in there)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
