@@ -71,6 +71,10 @@ def _eval(args: argparse.Namespace) -> int:
         from sao.evals.aime import aime_command
 
         return aime_command(args.arguments[1:])
+    if args.arguments[:1] == ["swebench"]:
+        from sao.evals.swebench import swebench_command
+
+        return swebench_command(args.arguments[1:])
     from sao.evals.job import evaluate_command
 
     return evaluate_command(args.arguments)
@@ -146,6 +150,10 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _env(args: argparse.Namespace) -> int:
+    if args.action == "make":
+        from sao.swe.command import make
+
+        return make(args)
     from sao.environments.command import env_command
 
     return env_command(args)
@@ -190,7 +198,7 @@ def parser() -> argparse.ArgumentParser:
     replay.add_argument("run", metavar="RUN")
     replay.add_argument("--step", type=int, required=True, help="the step, 0-based, as the files are named")
     replay.add_argument("--json", action="store_true", help="the whole comparison as JSON")
-    env = verb("env", _env, "list environments, play one by hand, or begin one of your own")
+    env = verb("env", _env, "list environments, play one by hand, begin one of your own, or make tasks")
     actions = env.add_subparsers(dest="action", metavar="ACTION", required=True)
     actions.add_parser("list", help="what ships, its arguments, how to start it")
     attempt = actions.add_parser("try", help="play one episode without a model: you answer, or a pipe does")
@@ -199,6 +207,18 @@ def parser() -> argparse.ArgumentParser:
     attempt.add_argument("--task", type=int, default=0, metavar="N", help="which task of the stream, 0-based")
     begin = actions.add_parser("init", help="write NAME/, an environment with a test and a configuration that trains at once")
     begin.add_argument("name", metavar="NAME")
+    made = actions.add_parser("make", help="make tasks for an environment that needs them")
+    made.add_argument("name", choices=["swe"], help="swe: one-line bugs in small packages, each verified")
+    made.add_argument(
+        "--packages", default="", metavar="A,B", help="names on the package index, source distributions or directories; default: a list of nine"
+    )
+    made.add_argument("--to", default="runs/swe-tasks", metavar="DIR", help="the task repository to write or to go on with")
+    made.add_argument("--tasks", type=int, default=200, metavar="N", help="how many tasks there shall be in all")
+    made.add_argument("--held-out", default="", metavar="A,B", help="packages no training task comes from; default: a fifth of them")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--parallel", type=int, default=2, metavar="N", help="candidates tried at once")
+    made.add_argument("--minutes", type=float, default=float("inf"), metavar="M", help="stop after so long; the same command goes on")
+    made.add_argument("--backend", default="bwrap", help="the sandbox, as env.sandbox.backend")
     bench = verb("bench", _bench, "list the benchmarks, or run those named")
     bench.add_argument("ids", nargs="*", metavar="ID")
     return main_parser

@@ -33,13 +33,20 @@ def spec_of(config: SandboxConfig) -> SandboxSpec:
     return SandboxSpec(**given)
 
 
+def spec_for(environment_class: type, config: SandboxConfig) -> SandboxSpec:
+    """What is configured, and what the class adds to it: its `extend_spec(spec)`, if it has one."""
+    extend = getattr(environment_class, "extend_spec", None)
+    spec = spec_of(config)
+    return extend(spec) if extend else spec
+
+
 @contextlib.asynccontextmanager
 async def sandbox_for(environment_class: type[Environment] | type, config: SandboxConfig) -> AsyncIterator[Sandbox | None]:
     """A fresh sandbox, closed afterwards; None where the environment asks for none. Raises SandboxFailure when there is none to be had."""
     if not wants_sandbox(environment_class):
         yield None
         return
-    sandbox = await Sandboxes(config.backend).create(spec_of(config))
+    sandbox = await Sandboxes(config.backend).create(spec_for(environment_class, config))
     try:
         yield sandbox
     finally:
@@ -64,7 +71,7 @@ def check_sandboxes(env_configs: Sequence[EnvConfig]) -> None:
             continue
         check_limits(env.sandbox)
         try:
-            capabilities = asyncio.run(_try_out(env.sandbox))
+            capabilities = asyncio.run(_try_out(env.sandbox, spec_for(environment_class, env.sandbox)))
         except SandboxFailure as failure:
             mend = "" if isinstance(failure, Unavailable) else "; raise the limit that is too low"
             raise ConfigError(
@@ -99,10 +106,10 @@ def check_limits(config: SandboxConfig) -> None:
         )
 
 
-async def _try_out(config: SandboxConfig) -> Capabilities:
+async def _try_out(config: SandboxConfig, spec: SandboxSpec) -> Capabilities:
     sandboxes = Sandboxes(config.backend)
     capabilities = await sandboxes.start()
-    sandbox = await sandboxes.create(spec_of(config))
+    sandbox = await sandboxes.create(spec)
     try:
         result = await sandbox.exec(["/bin/sh", "-c", "exit 0"], timeout_s=30.0)
     finally:

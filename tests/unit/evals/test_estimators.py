@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sao.evals.estimators import bootstrap_interval, majority_at_k, mean_at_k, normalise_answer, pass_at_k
+from sao.evals.estimators import bootstrap_interval, majority_at_k, mean_at_k, normalise_answer, pass_at_k, wilson_interval
 
 
 @given(st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
@@ -89,3 +89,12 @@ def test_the_interval_covers_the_mean_and_narrows_with_problems(p, seed):
     assert few.std() == 0 or d - c < b - a
     expected = 2 * 1.96 * many.std() / np.sqrt(len(many))
     assert d - c == pytest.approx(expected, rel=0.2)
+
+
+def test_an_interval_of_a_share_is_wilsons():
+    low, high = wilson_interval(5, 10)  # Newcombe 1998, table I gives 81/263: 0.2553 to 0.3662
+    assert (round(low, 3), round(high, 3)) == (0.237, 0.763)
+    assert [round(x, 4) for x in wilson_interval(81, 263)] == [0.2553, 0.3662]
+    assert wilson_interval(5, 5)[0] < 0.6 and wilson_interval(5, 5)[1] == 1.0 and wilson_interval(0, 5)[0] == 0.0
+    with pytest.raises(ValueError):
+        wilson_interval(0, 0)
