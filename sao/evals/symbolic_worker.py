@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import random
 import resource
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,13 +25,19 @@ from sympy.core.evalf import PrecisionExhausted
 from sao.evals.symbolic_text import Atom, Brackets, Collection, Equation, Node, Union, Unreadable, Words, read
 
 WRONG, CORRECT, BAD_ANSWER, BAD_GOLD, TOO_BIG = range(5)
+CPU_S = 2
 MEMORY = 2 << 30  # bytes of address space: what an answer may make sympy allocate
 POINTS, DIGITS = 6, 400
 READING = ConversionConfig(interpret_as_mixed_fractions=False, interpret_contains_as_eq=False, lowercase_symbols=False)
 
 
 def grade(completion: str, row: Mapping[str, Any]) -> int:
-    """A code for (answer, gold), called in the worker process alone: it bounds the memory of the process it runs in."""
+    """A code for (answer, gold), called in the worker process alone: it bounds memory and processor time of the process it runs in.
+
+    Processor time, since on a busy machine an honest answer may wait for seconds; the kernel ends the process (SIGXCPU), whatever C code it is in.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + CPU_S, resource.getrlimit(resource.RLIMIT_CPU)[1]))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time-out of its own: it is not to have one
     return decide(completion, str(row["answer"]))
