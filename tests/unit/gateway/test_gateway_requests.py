@@ -194,6 +194,24 @@ def test_what_cannot_be_served_is_refused_in_the_form_of_the_api():
     assert status == negative == 400
 
 
+def test_a_body_that_cannot_be_unpacked_or_walked_costs_the_session_nothing():
+    def nested(depth):
+        function = b'{"name": "f", "parameters": {"a": ' + b"[" * depth + b"]" * depth + b"}}"
+        return b'{"messages": [{"role": "user", "content": "b"}], "tools": [{"type": "function", "function": ' + function + b"}]}"
+
+    answers = post([says("a")] * 40, [*(nested(depth) for depth in range(960, 1000)), {"messages": HELLO}])
+    assert {status for status, _ in answers[:-1]} <= {200, 400} and answers[-1][0] == 200
+
+    async def run():
+        async with served([says("a")]) as (session, variables), aiohttp.ClientSession() as client:
+            headers = {"Authorization": f"Bearer {variables['OPENAI_API_KEY']}", "Content-Encoding": "gzip"}
+            async with client.post(variables["OPENAI_BASE_URL"] + "/chat/completions", data=b"not gzip", headers=headers) as response:
+                assert response.status == 400 and "Content-Encoding" in (await response.json())["error"]["message"]
+            assert session.failure is None
+
+    asyncio.run(run())
+
+
 def test_ten_megabytes_are_refused_as_too_large():
     ((status, body),) = post([], [{"messages": [{"role": "user", "content": "x" * 10_000_000}]}])
     assert status == 413 and "gateway.max_body_mb" in body["error"]["message"]
