@@ -319,3 +319,25 @@ def test_requests_at_once_share_the_episodes_tokens_and_none_exceeds_them():
     session, outcomes = asyncio.run(run())
     assert session.tree.total == limit and [type(outcome) for outcome in outcomes[2:]] == [Refusal] * 2
     rows(session)
+
+
+def test_one_that_finds_too_few_tokens_waits_for_what_the_others_leave_over():
+    limit = len(RENDERER.open(HELLO, ())) + 12
+
+    async def run():
+        session = Session(terms(max_tokens=limit, max_turn_tokens=10), RENDERER, ScriptedGenerate([0.01, says("b"), says("a" * 50)]))
+        return session, await asyncio.gather(*(session.chat(ChatRequest(HELLO)) for _ in range(2)))
+
+    session, answers = asyncio.run(run())
+    assert [answer.output_tokens for answer in answers] == [len(says("b")), 10] and session.tree.total == limit
+
+
+def test_a_context_that_the_engine_bounds_is_learnt_from_what_it_sampled_not_from_what_a_stop_string_left():
+    short = says("stop here and more", closed=False)
+
+    async def play(client, session):
+        await client.chat.completions.create(model="m", messages=HELLO, stop="stop")
+        assert session.context_limit == len(RENDERER.open(HELLO, ())) + len(short)
+        await client.chat.completions.create(model="m", messages=HELLO)
+
+    with_openai([(short, "length"), says("a")], play)
