@@ -214,7 +214,7 @@ def test_a_name_that_the_skeleton_imports_is_a_name_like_any_other(typed, name):
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
-    with pytest.raises(UserError, match="my_game cannot be written .No such file or directory"):
+    with pytest.raises(UserError, match=r"my_game cannot be written \(No such file or directory"):
         init("my_game", tmp_path / "nowhere")
 
 
