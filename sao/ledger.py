@@ -3,6 +3,8 @@
     submitted = trained + dropped(reason) + in flight          (prompts, by ordinal)
     sampled   = trained + dropped(reason) + in flight          (tokens of finished attempts)
 
+Tokens sampled after a client's stop string are dropped as `after_stop` when their episode finishes.
+
 In flight is running, buffered (finished, not yet in a batch) or training. A trained episode keeps its admission slot until the weights that
 contain it are published (`unpublished`); it already counts as trained. A retried attempt's tokens are dropped under its failure's reason while
 its prompt stays in flight. Training that a roll-back undid moves from trained to dropped.
@@ -93,6 +95,8 @@ class Ledger:
         entry.version = meta.oldest_version
         entry.tokens = meta.sampled_tokens
         self.sampled_tokens += meta.sampled_tokens
+        if meta.tokens_after_stop:
+            self._lose_tokens("after_stop", meta.tokens_after_stop)
 
     def drop(self, episode_id: EpisodeId, reason: str, tokens: int = 0) -> None:
         """An episode leaves without being trained. `tokens`: sampled tokens of a running attempt that never finished."""

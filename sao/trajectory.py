@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Purpose = Literal["train", "eval"]
+AFTER_STOP = "gateway/tokens_after_stop"  # metric of a trajectory: tokens sampled after a client's stop string, which are in no segment
 
 
 class ContractError(ValueError):
@@ -203,6 +204,10 @@ class TrajectoryMeta:
     generate_s: float
     environment_s: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens_after_stop(self) -> int:
+        return int(self.metrics.get(AFTER_STOP, 0))
 
 
 @dataclass(frozen=True, eq=False)

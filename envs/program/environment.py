@@ -26,6 +26,7 @@ from sao.tasks.target import load_environment, load_target
 
 TASKS = "env.args.tasks"
 SCORED = ("message", "output")
+ROW_BYTES = 128 * 1024 - len("SAO_TASK=") - 1  # Linux: one variable has at most 32 pages, its end included (execve(2), MAX_ARG_STRLEN)
 
 
 class ProgramEnvironment:
@@ -85,6 +86,12 @@ class ProgramEnvironment:
     async def run(self, variables: Mapping[str, str]) -> str:
         given = {**variables, **self.extra, "SAO_TASK": json.dumps(self.row, ensure_ascii=False, default=str)}
         if self._directory is not None:
+            size = len(given["SAO_TASK"].encode())
+            if size > ROW_BYTES:
+                raise EnvironmentFailure(
+                    f"the row has {size} bytes and a process is given at most {ROW_BYTES} of it (SAO_TASK): put long texts into files that the row names, "
+                    "or use env.args.function"
+                )
             return await run_command(self.command, self._directory, given)
         assert self.function is not None
         said = await self.function(self.row, given)
@@ -100,10 +107,12 @@ class ProgramEnvironment:
         return StepResult(reward=score, terminated=True, info={"reward_s": time.monotonic() - began})
 
     async def close(self) -> None:
-        if self._directory is not None:
-            await asyncio.to_thread(shutil.rmtree, self._directory, True)
-        if self._place is not None:
-            self._place.release()
+        try:
+            if self._directory is not None:
+                await asyncio.to_thread(shutil.rmtree, self._directory, True)
+        finally:
+            if self._place is not None:
+                self._place.release()
 
     @classmethod
     async def shutdown(cls) -> None:

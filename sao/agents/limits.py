@@ -76,6 +76,13 @@ class Limits:
         )
 
 
+def check_programs(config: Config) -> None:
+    """Refuse limits that do nothing where every environment is an agent program. Raises ConfigError."""
+    for key in ("compaction", "observation_limit", "observation_tokens", "observation_keep"):
+        if getattr(config.rollout, key) != getattr(RolloutConfig, key):
+            raise ConfigError(f"rollout.{key} does nothing where an agent program keeps its own conversation (env=program); leave it out")
+
+
 def check_long_episodes(config: Config) -> None:
     """Refuse limits that contradict each other. Raises ConfigError."""
     rollout, longest = config.rollout, config.engine.max_model_len

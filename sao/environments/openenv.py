@@ -114,10 +114,12 @@ class OpenEnvEnvironment:
             if socket is not None:
                 await socket.close()
         finally:
-            if session is not None:
-                await session.close()
-            if slot is not None:
-                slot.release()
+            try:
+                if session is not None:
+                    await session.close()
+            finally:
+                if slot is not None:
+                    slot.release()
 
     async def state(self) -> dict[str, Any]:
         """The server's account of the session."""

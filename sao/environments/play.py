@@ -141,13 +141,24 @@ class _Player:
     async def generate(self, request: GenerateRequest) -> Generation:
         self._since = time.monotonic()
         try:
-            line = await SHARED.run(lambda: self.answer(self.tools))
+            said = await SHARED.run(self._say)
         finally:
             self._thought_s, self._since = self.thinking_s(), None
-        if line is None:
+        if said is None:
             raise NoMoreAnswers("no more answers")
-        ids = [*map(ord, spell_call(line).replace("\0", "")), STOP]
-        return Generation(np.array(ids, np.int32), np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop")
+        ids = [*map(ord, said.replace("\0", "")), STOP]
+        most = request.sampling.max_tokens
+        kept = np.array(ids[:most], np.int32)
+        return Generation(kept, np.zeros(len(kept), np.float32), np.zeros(len(kept), np.int32), "stop" if len(ids) <= most else "length")
+
+    def _say(self) -> str | None:
+        """The next line that can be read; what cannot is told, and another one asked for."""
+        while (line := self.answer(self.tools)) is not None:
+            try:
+                return spell_call(line)
+            except UserError as error:
+                print(error)
+        return None
 
 
 class _Characters:

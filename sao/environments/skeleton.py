@@ -15,9 +15,9 @@ TEMPLATES = Path(__file__).with_name("template")
 
 
 def init(name: str, where: Path) -> Path:
-    """Write the package NAME below `where`. Raises UserError, and writes nothing, where the name cannot be one."""
-    if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
-        raise UserError(f"{name!r} cannot be imported; choose a name of letters, digits and _, such as my_game")
+    """Write the package NAME below `where`. Raises UserError, and writes nothing, where the name cannot be one; also where the folder cannot be written."""
+    if not name.isascii() or not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+        raise UserError(f"{name!r} cannot be imported; choose a name of the letters a to z, digits and _, such as my_game")
     folder = where / name
     taken = next((path for path in (folder, folder.with_suffix(".py")) if path.exists()), None)
     if taken is not None:
@@ -27,7 +27,7 @@ def init(name: str, where: Path) -> Path:
     found = importlib.util.find_spec(name)
     if found is not None:
         raise UserError(f"{name!r} would hide, or be hidden by, the module {name} ({found.origin or 'a folder'}); choose another name")
-    words = {"name": name, "cls": "".join(part.capitalize() for part in name.split("_")), "file": PROJECT_FILE}
+    words = {"name": name, "cls": "".join(part.capitalize() for part in name.split("_")) + "Environment", "file": PROJECT_FILE}
     texts = {
         "__init__.py": "",
         "environment.py": _filled("environment.py.txt", words),
@@ -35,9 +35,12 @@ def init(name: str, where: Path) -> Path:
         PROJECT_FILE: _filled("sao.yaml.txt", words),
         "README.md": _filled("README.md.txt", words),
     }
-    folder.mkdir(parents=True)
-    for file, text in texts.items():
-        (folder / file).write_text(text)
+    try:
+        folder.mkdir()
+        for file, text in texts.items():
+            (folder / file).write_text(text)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}); go to a folder of yours first") from None
     return folder
 
 

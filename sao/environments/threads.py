@@ -58,6 +58,16 @@ class Threads:
                 self._abandon(future)
             raise
 
+    async def finish(self, call: Callable[[], None]) -> None:
+        """Await `call`, which comes to its turn also when this is cancelled."""
+        future = self.submit(call)
+        try:
+            await asyncio.shield(asyncio.wrap_future(future))
+        except asyncio.CancelledError:
+            if future.running():
+                self._abandon(future)
+            raise
+
     def _abandon(self, future: Future[Any]) -> None:
         with self._lock:
             self.abandoned += 1
@@ -125,6 +135,6 @@ class Lane:
             return
         self._closed = True
         if self._last is None or self._last.done():
-            await self.threads.run(call)
+            await self.threads.finish(call)
             return
         self._last.add_done_callback(lambda _: self.threads.submit(call))

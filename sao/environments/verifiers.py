@@ -30,6 +30,7 @@ from sao.tasks.rows import Row
 SERVER = Path(__file__).with_name("verifiers_server.py")
 ROWS_S = 300.0  # a taskset may load its data from somewhere slow
 CLOSE_S = 5.0
+MOST_BYTES = 64 * 2**20  # of one answer of the process
 OPENS_ITSELF = "(the environment opens the conversation)"
 
 
@@ -190,10 +191,13 @@ class _Server:
         await self._reader
 
     async def _read(self) -> None:
-        assert self.process.stdout is not None
-        while line := await self.process.stdout.readline():
-            answer = json.loads(line)
-            waiting = self._waiting.get(answer["id"])
+        while line := await self._line():
+            try:
+                answer = json.loads(line)
+                waiting = self._waiting.get(answer["id"])
+            except (ValueError, TypeError, KeyError):
+                self.kill(f"said {line[:80]!r} in place of an answer and was ended")
+                break
             if waiting is None or waiting.done():
                 continue
             if "error" in answer:
@@ -204,6 +208,15 @@ class _Server:
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(self._gone())
+
+    async def _line(self) -> bytes:
+        """What the process says next; nothing when it has ended."""
+        assert self.process.stdout is not None
+        try:
+            return await self.process.stdout.readline()
+        except ValueError:
+            self.kill(f"gave an answer over {MOST_BYTES >> 20} MiB and was ended")
+            return b""
 
     def _gone(self) -> EnvironmentFailure:
         return EnvironmentFailure(f"the process that plays verifiers tasksets {self._why}; the worker's log has what it printed")
@@ -222,7 +235,7 @@ async def _server(python: str) -> _Server:
         server = servers.get(python)
         if server is None or not server.alive:
             pipe = asyncio.subprocess.PIPE
-            process = await asyncio.create_subprocess_exec(python or sys.executable, str(SERVER), stdin=pipe, stdout=pipe, limit=2**26)
+            process = await asyncio.create_subprocess_exec(python or sys.executable, str(SERVER), stdin=pipe, stdout=pipe, limit=MOST_BYTES)
             server = servers[python] = _Server(process)
     return server
 
@@ -248,7 +261,12 @@ def _rows(python: str, specs: str) -> list[list[dict[str, Any]]]:
     if not done.stdout.strip():
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise ConfigError(f"env=verifiers: the process that loads the taskset died ({last[:200]})")
-    answer = json.loads(done.stdout)
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        raise ConfigError(
+            f"env=verifiers: {runs} printed {done.stdout.strip()[:80]!r} of its own; name an interpreter itself as env.args.python"
+        ) from None
     if "error" not in answer:
         found: list[list[dict[str, Any]]] = answer["ok"]
         return found

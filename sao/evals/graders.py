@@ -76,7 +76,7 @@ def number(text: str) -> Fraction:
     if len(text) > MOST_CHARS:
         raise Unparseable(f"the answer has {len(text)} characters, more than {MOST_CHARS}")
     plain = TEXT.sub(lambda found: found[1] if any(map(str.isdigit, found[1])) else "", text)
-    plain = DEGREES.sub("", plain).replace("$", "").replace("\\left", "").replace("\\right", "").replace("−", "-")
+    plain = DEGREES.sub("", plain).replace(r"\$", "").replace("$", "").replace("\\left", "").replace("\\right", "").replace("−", "-")
     plain = SPACE.sub("", THIN.sub("", THOUSANDS.sub(lambda found: re.sub(r"[,{}]", "", found[0]), plain)))
     plain = NAME.sub("", plain, count=1) if NAME.match(plain) else plain
     percent = plain.endswith("%")

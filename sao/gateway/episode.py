@@ -26,7 +26,7 @@ from sao.gateway.session import Session, Terms
 from sao.rollout.last_words import named
 from sao.tasks.target import one_line
 from sao.timeouts import time_limit
-from sao.trajectory import EpisodeId, FinishReason, Trajectory
+from sao.trajectory import AFTER_STOP, EpisodeId, FinishReason, Trajectory
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -61,7 +61,7 @@ async def run_program(
             await episode.close()
     except SystemFailure as failure:
         if episode.session is not None:
-            failure.sampled_tokens = episode.session.tree.sampled_tokens
+            failure.sampled_tokens = episode.session.tree.sampled_tokens + episode.session.counts[AFTER_STOP]
             if episode.session.tree.turns:
                 episode.why = str(failure)
                 failure.trajectory = episode.trajectory(episode_id, admitted_version, FinishReason.failed(failure.reason))

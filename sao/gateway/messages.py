@@ -1,8 +1,8 @@
 """What both chat APIs come to, and when two spellings of a conversation are the same one.
 
 A client sends its whole conversation with every request. To find what was sampled of it, each message has a key, and a conversation the chained key
-of its messages. Keys leave out what clients change without meaning to: identifiers of tool calls, the spelling of arguments, `null` for an empty text, white space
-around an assistant's text.
+of its messages. Keys leave out what clients change without meaning to: identifiers of tool calls, the spelling of arguments (1.0 for 1 too), `null` for an
+empty text, white space around an assistant's text; and in a second form the reasoning, which many clients take out of what they send back.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sao.agents.tool_calls import THINK_END
 from sao.environment import Message, ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
@@ -80,23 +81,39 @@ def family_key(messages: Sequence[Message], tools: Tools) -> bytes:
     return key
 
 
-def chain(tools: Tools, messages: Sequence[Message]) -> list[bytes]:
-    """Keys of the conversation before its first message, after it, and so on: n + 1 of them."""
+def chain(tools: Tools, messages: Sequence[Message], reasoning: bool = True) -> list[bytes]:
+    """Keys of the conversation before its first message, after it, and so on: n + 1 of them. reasoning: whether that of earlier turns counts."""
     keys = [_step(b"", [dict(tool) for tool in tools])]
     for message in messages:
-        keys.append(_step(keys[-1], _content_of(message)))
+        keys.append(next_key(keys[-1], message, reasoning))
     return keys
 
 
-def next_key(key: bytes, message: Message) -> bytes:
+def next_key(key: bytes, message: Message, reasoning: bool = True) -> bytes:
     """The key of a conversation with `key` after one more message."""
-    return _step(key, _content_of(message))
+    return _step(key, _content_of(message, reasoning))
 
 
-def _content_of(message: Message) -> list[Any]:
+def leaves_out_reasoning(messages: Sequence[Message], known: Sequence[Message]) -> bool:
+    """Whether the reasoning in `messages`, wherever there is any, is that of the same message in `known`."""
+    return all(
+        _thought(message) in ("", _thought(own))
+        for message, own in zip(messages, known, strict=False)
+        if message["role"] == own["role"] == "assistant"
+    )
+
+
+def _thought(message: Message) -> str:
+    thought, closed, _ = str(message.get("content") or "").partition(THINK_END)
+    return thought.strip() if closed else ""
+
+
+def _content_of(message: Message, reasoning: bool = True) -> list[Any]:
     text = str(message.get("content") or "")
     if message["role"] != "assistant":
         return [message["role"], text]
+    if not reasoning and THINK_END in text:
+        text = text.partition(THINK_END)[2]
     calls = [[call["function"]["name"], _read(call["function"].get("arguments"))] for call in message.get("tool_calls") or ()]
     return ["assistant", text.strip(), calls]
 
@@ -106,9 +123,15 @@ def _read(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments or {}
     try:
-        return json.loads(arguments or "{}")
+        return json.loads(arguments or "{}", parse_float=_number)
     except ValueError:
         return arguments
+
+
+def _number(spelled: str) -> float:
+    """A number as a client may spell it anew: JavaScript knows no 1.0."""
+    value = float(spelled)
+    return int(value) if value.is_integer() else value
 
 
 def _step(key: bytes, content: Any) -> bytes:

@@ -69,11 +69,13 @@ class Gateway:
         session = self.sessions.get(digest)
         if session is None:
             return
-        await session.end()
-        del self.sessions[digest]
-        self._ended[digest] = None
-        while len(self._ended) > REMEMBERED:
-            self._ended.popitem(last=False)
+        try:
+            await session.end()
+        finally:
+            self.sessions.pop(digest, None)
+            self._ended[digest] = None
+            while len(self._ended) > REMEMBERED:
+                self._ended.popitem(last=False)
 
     def variables(self, secret: str) -> dict[str, str]:
         """What an agent program reads from its environment: where the model is and with which key."""
@@ -131,6 +133,10 @@ class Gateway:
             return self._refused(request, Refusal(413, f"the request has more than {self.config.max_body_mb:g} MB (gateway.max_body_mb)"))
         except web.HTTPException as problem:
             return self._refused(request, Refusal(problem.status, f"{request.method} {request.path}: {problem.reason}"))
+        except web.RequestPayloadError:
+            return self._refused(request, Refusal(400, "the body is not what its Content-Encoding and Transfer-Encoding say"))
+        except RecursionError:
+            return self._refused(request, Refusal(400, "the body is nested too deeply"))
         except ConnectionError:
             raise
         except Exception as problem:

@@ -21,16 +21,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sao.agents.conversation import characters
 from sao.agents.limits import Limits
 from sao.agents.renderer import Fork, Renderer
-from sao.agents.turns import Generate
+from sao.agents.turns import CHARACTERS_PER_TOKEN, Generate
 from sao.environment import Action, Message, Task, ToolCall
 from sao.errors import EngineFailure, GatewayFailure, SystemFailure
-from sao.gateway.messages import Answer, ChatRequest, Refusal, chain, family_key, next_key
+from sao.gateway.messages import Answer, ChatRequest, Refusal, chain, family_key, leaves_out_reasoning, next_key
 from sao.gateway.tree import Ids, Tree, Turn
 from sao.inference.protocol import GenerateRequest, Generation
 from sao.timeouts import time_limit
-from sao.trajectory import Purpose, SamplingSpec, TurnTiming
+from sao.trajectory import AFTER_STOP, Purpose, SamplingSpec, TurnTiming
 
 log = logging.getLogger(__name__)
 
@@ -94,11 +95,14 @@ class Session:
         """One more turn of a conversation. Raises Refusal."""
         self._check_open()
         self._settle(request.asked)
-        keys = chain(request.tools, request.messages)
-        place = self._place(request, keys)
+        self._check_size(request)
+        keys, bare = (chain(request.tools, request.messages, reasoning=reasoning) for reasoning in (True, False))
+        place = self._place(request, keys, bare)
         turn, generation = await self._sample(place, request.max_tokens, request.stop)
         answer = self._answer(request, turn, generation)
-        self._turns.setdefault(next_key(keys[-1], answer.message()), []).append(turn)
+        said = answer.message()
+        for key in {next_key(keys[-1], said), next_key(bare[-1], said, reasoning=False)}:
+            self._turns.setdefault(key, []).append(turn)
         return answer
 
     async def continue_tokens(self, token_ids: Sequence[int], max_tokens: int | None, asked: Mapping[str, Any]) -> tuple[Turn, Generation]:
@@ -140,9 +144,9 @@ class Session:
 
     # -- where a request belongs ------------------------------------------------------------------------------------------------------
 
-    def _place(self, request: ChatRequest, keys: Sequence[bytes]) -> _Place:
+    def _place(self, request: ChatRequest, keys: Sequence[bytes], bare: Sequence[bytes]) -> _Place:
         messages, family = list(request.messages), family_key(request.messages, request.tools)
-        turn, after = self._matched(messages, keys)
+        turn, after = self._matched(messages, keys, bare)
         new = messages[after:]
         if turn is not None:
             self.counts["control_hits"] += self.renderer.count_markers(new)
@@ -160,12 +164,27 @@ class Session:
             self.counts["gateway/forks"] += any(other.family == family for other in self.tree.turns)
         return _Place(None, np.asarray(self.renderer.open(messages, request.tools), np.int32), family, messages)
 
-    def _matched(self, messages: Sequence[Message], keys: Sequence[bytes]) -> tuple[Turn | None, int]:
-        """The turn that the longest known beginning ends with, and how many messages that is. Of equal turns, one that the fewest requests follow."""
+    def _check_size(self, request: ChatRequest) -> None:
+        """Refuse what cannot fit before it is encoded, which would hold every other session for seconds."""
+        most, length = self.context_limit or self.terms.limits.max_tokens, characters(request.messages, request.tools)
+        if length > CHARACTERS_PER_TOKEN * most:
+            self.cut = "tokens"
+            self.refused = (
+                f"This model's maximum context length is {most} tokens; the request's {length} characters come to more ({self._context_key(most)})"
+            )
+            raise Refusal(400, self.refused, code="context_length_exceeded", param="messages")
+
+    def _matched(self, messages: Sequence[Message], keys: Sequence[bytes], bare: Sequence[bytes]) -> tuple[Turn | None, int]:
+        """The turn that the longest known beginning ends with, and how many messages that is. Of equal turns, one that the fewest requests follow.
+
+        bare: the keys without reasoning, for a client that leaves out that of some turns; a turn whose reasoning it sends otherwise is an edited one.
+        """
         for index in range(len(messages) - 1, -1, -1):
             if messages[index]["role"] != "assistant":
                 continue
             turns = self._turns.get(keys[index + 1])
+            if not turns:
+                turns = [turn for turn in self._turns.get(bare[index + 1], ()) if leaves_out_reasoning(messages, turn.history())]
             if turns:
                 return min(reversed(turns), key=lambda turn: turn.followed), index + 1
         return None, 0
@@ -218,7 +237,9 @@ class Session:
         if generation.finish == "time":
             self.cut = "time"
         elif generation.finish == "length" and len(generation.token_ids) < budget:
-            self.context_limit = turn.end  # the engine's context is shorter than the limits say (max_model_len 0: not given)
+            self.context_limit = len(prompt) + len(
+                generation.token_ids
+            )  # the engine's context is shorter than the limits say (max_model_len 0: not given)
         return turn, generation
 
     async def _reserve(self, place: _Place, length: int, max_tokens: int | None) -> tuple[int, int]:
@@ -229,7 +250,7 @@ class Session:
         limits = self.terms.limits
         wanted = limits.max_turn_tokens if max_tokens is None else min(max_tokens, limits.max_turn_tokens)
         if self.context_limit > 0:
-            self._check_room(self.context_limit - length, length, f"engine.max_model_len={self.context_limit}", self.context_limit)
+            self._check_room(self.context_limit - length, length, self._context_key(self.context_limit), self.context_limit)
             wanted = min(wanted, self.context_limit - length)
         while True:
             new = len(place.context) - self.tree.overlap(place.parent, place.context, place.family)[1]
@@ -244,6 +265,12 @@ class Session:
         budget = min(wanted, room)
         self._reserved += new + budget
         return budget, new + budget
+
+    def _context_key(self, limit: int) -> str:
+        """The setting that bounds a conversation at `limit` tokens."""
+        own = {"rollout.context_tokens": self.terms.limits.context_tokens, "rollout.max_tokens": self.terms.limits.max_tokens}
+        key = next((key for key, value in own.items() if value == limit), "engine.max_model_len")
+        return f"{key}={limit}"
 
     def _check_room(self, room: int, length: int, limit: str, most: int) -> None:
         if room > 0:
@@ -295,7 +322,7 @@ class Session:
         """The turn as it stays in the tree: up to the token that completes a stop string, where there is one. What follows it was sampled for nothing."""
         ids = np.asarray(generation.token_ids, np.int32)
         count = self._stopped_at(ids, stop) if stop else len(ids)
-        self.counts["gateway/tokens_after_stop"] += len(ids) - count
+        self.counts[AFTER_STOP] += len(ids) - count
         logprobs = np.asarray(generation.logprobs, np.float32)[:count].copy()
         logprobs[~np.isfinite(logprobs)] = math.nan
         turn = Turn(

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from sao.agents.chatml import with_tools
 from sao.environment import Task
+from sao.errors import ConfigError
 from sao.tasks.target import load_target
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -62,6 +63,10 @@ def make(
     need. words: no token spans two words. head_size must be one vLLM supports on CPU (32, 64, ...).
     """
     demonstrator = load_target(environment, "model.factory_args.environment")
+    if not callable(getattr(demonstrator, "demonstration", None)):
+        raise ConfigError(
+            f"model.factory_args.environment={environment} has no classmethod `demonstration`, of which the tokenizer is made; add one or name a model in model.path"
+        )
     tokenizer = train_tokenizer(texts(demonstrator, environment_args or {}, demonstrations), vocab_size, WORDS if words else PIECES)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -90,7 +95,7 @@ def texts(environment: Any, arguments: Mapping[str, Any], count: int) -> Iterato
     tools: Sequence[Mapping[str, Any]] = ()
     for index in range(count):
         messages = environment.demonstration(random.Random(f"tokenizer/{index}"), index % 2 == 0, **arguments)
-        if index == 0:
+        if index == 0 and hasattr(environment, "generate_payload"):
             payload = environment.generate_payload(random.Random("tokenizer"), "train", **arguments)
             tools = environment(Task("tokenizer", "", payload), **arguments).tools()
         for message in with_tools(messages, tools):

@@ -68,7 +68,8 @@ class EpisodeWorker:
             return EpisodeFailure(request.episode_id, "internal", f"{type(error).__name__}: {error}"), None
         if trajectory.finish.kind == "failed":
             why = str(trajectory.info.get("failure", trajectory.finish))
-            return EpisodeFailure(request.episode_id, trajectory.finish.detail, why, trajectory.sampled_tokens), trajectory
+            tokens = trajectory.sampled_tokens + trajectory.meta().tokens_after_stop
+            return EpisodeFailure(request.episode_id, trajectory.finish.detail, why, tokens), trajectory
         labelled = replace(trajectory, info={**trajectory.info, "incarnation": request.incarnation})
         return Finished(labelled.meta(), None), labelled
 

@@ -31,7 +31,7 @@ from sao.runtime.run_folder import read_command, started_by
 
 FOLDER = "checkpoints"
 FINAL = "final"
-FORMAT = 2
+FORMAT = 3  # raise when an older version could not go on from what is saved now, or this one from what was saved before
 _MAKING = ".making-"  # before the name of one that is being written
 MANIFEST, STATE, BUFFER = "manifest.json", "state.json", "buffer.parquet"
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sao.agents.limits import check_programs
 from sao.agents.observations import check_messages, check_tools
 from sao.agents.renderer import Renderer
 from sao.config import Config, EnvConfig
@@ -66,6 +67,8 @@ def check_openings(config: Config, env_configs: Sequence[EnvConfig], tasks: Sequ
     tasks: a few of every environment (`TaskSource.probes`). Raises ConfigError when no prompt of an environment fits, or when one raises where it is
     built or in `reset`; where some do not fit, or `reset` takes over RESET_LIMIT_S, one line is printed.
     """
+    if all(is_program(load_environment(env.target)) for env in env_configs):
+        check_programs(config)
     for env in env_configs:
         own = [task for task in tasks if task.environment == env.name]
         if is_program(load_environment(env.target)):

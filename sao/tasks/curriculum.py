@@ -23,7 +23,7 @@ from sao.errors import ConfigError, DataError
 from sao.tasks.pool import Pool
 from sao.tasks.procedural import TRAIN, ProceduralSource
 from sao.tasks.row_source import RowSource
-from sao.tasks.samplers import SAMPLERS, Sampler
+from sao.tasks.samplers import SAMPLERS, Checked, Sampler
 from sao.tasks.target import load_target, one_line
 from sao.trajectory import TrajectoryMeta
 
@@ -82,7 +82,7 @@ class RowLevels:
     def __init__(self, source: RowSource, column: str) -> None:
         self._source = source
         values = source.column(column)
-        if not all(isinstance(value, int | float | str) for value in values):
+        if not all(isinstance(value, int | float | str) and value == value for value in values):  # NaN is no level either
             raise DataError(f"data.curriculum_column={column} holds values that are neither numbers nor texts; name a column of levels")
         numbers = all(isinstance(value, int | float) for value in values)
         levels = sorted(set(values) if numbers else set(map(str, values)))
@@ -156,10 +156,6 @@ class Curriculum:
     def next(self) -> Task:
         rng = random.Random(f"{self._seed}/curriculum/{self._position}")
         bucket = self._any(rng) if rng.random() < self._floor else self._sampler.draw(rng)
-        if not isinstance(bucket, int) or not 0 <= bucket < self._buckets.size:
-            raise ConfigError(
-                f"data.curriculum: {type(self._sampler).__name__}.draw returned {bucket!r}, not a bucket from 0 to {self._buckets.size - 1}"
-            )
         if self._lost.get(bucket, 0) >= self._recent:
             bucket = self._any(rng)
         task = self._buckets.task(bucket, rng, self._position)
@@ -256,6 +252,10 @@ def with_curriculum(data: DataConfig, source: TaskSource, seed: int) -> TaskSour
         raise ConfigError(f"data.curriculum=frontier needs levels, which env={source.name} does not have; name a column in data.curriculum_column")
     recent = data.curriculum_recent or (RECENT_OF_A_LEVEL if buckets.labels else RECENT_OF_A_TASK)
     sampler = _sampler(data, buckets.size, recent)
+    if data.curriculum not in SAMPLERS:
+        sampler = Checked(sampler, buckets.size)
+        sampler.shares()  # here, before anything starts
+        sampler.draw(random.Random(f"{seed}/curriculum/preflight"))
     return Curriculum(source, buckets, sampler, seed=seed, floor=data.curriculum_floor, recent=recent)
 
 
@@ -277,6 +277,8 @@ def _sampler(data: DataConfig, size: int, recent: int) -> Sampler:
         raise ConfigError(f"data.curriculum={name} has no {', '.join(missing)}; see sao.tasks.samplers.Sampler")
     try:
         sampler: Sampler = made(size, recent, **data.curriculum_args)
-    except TypeError as error:
-        raise ConfigError(f"data.curriculum_args={data.curriculum_args} do not suit data.curriculum={name} ({one_line(error)})") from None
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"data.curriculum_args={data.curriculum_args} do not suit data.curriculum={name} ({one_line(error)})") from error
     return sampler

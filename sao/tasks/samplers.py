@@ -9,9 +9,13 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
+from operator import index
+from typing import Any, Protocol
 
 from sao.errors import ConfigError
+from sao.tasks.target import one_line
+
+ROUNDING = 1e-3  # by which the shares of a user's sampler may miss 1
 
 
 class Sampler(Protocol):
@@ -117,6 +121,43 @@ class Frontier:
 
     def shares(self) -> Sequence[float]:
         return [float(level == self.level) for level in range(len(self._passes))]
+
+
+class Checked:
+    """A user's sampler. Raises ConfigError naming its class for whatever it raises, and for what is no bucket or are no shares."""
+
+    def __init__(self, sampler: Sampler, buckets: int) -> None:
+        self._sampler, self._buckets = sampler, buckets
+        self._name = f"data.curriculum: {type(sampler).__name__}"
+
+    def update(self, bucket: int, mean: float, count: int) -> None:
+        self._ask("update", bucket, mean, count)
+
+    def draw(self, rng: random.Random) -> int:
+        drawn = self._ask("draw", rng)
+        try:
+            bucket = index(drawn)
+        except TypeError:
+            bucket = -1
+        if not 0 <= bucket < self._buckets:
+            raise ConfigError(f"{self._name}.draw returned {drawn!r}, not a bucket from 0 to {self._buckets - 1}")
+        return bucket
+
+    def shares(self) -> Sequence[float]:
+        told = self._ask("shares")
+        try:
+            shares = [float(share) for share in told]
+        except (TypeError, ValueError):
+            shares = []
+        if len(shares) != self._buckets or not all(0 <= share <= 1 for share in shares) or abs(sum(shares) - 1) > ROUNDING:
+            raise ConfigError(f"{self._name}.shares returned {str(told)[:80]}, not {self._buckets} probabilities that sum to 1")
+        return shares
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        try:
+            return getattr(self._sampler, method)(*args)
+        except Exception as error:
+            raise ConfigError(f"{self._name}.{method} raised {one_line(error)}; mend it") from error
 
 
 SAMPLERS: dict[str, type[Sampler]] = {"learnable": Learnable, "frontier": Frontier}

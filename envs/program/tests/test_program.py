@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -16,8 +17,8 @@ import pytest
 from sao.agents.turns import Limits
 from sao.config import GatewayConfig
 from sao.environment import Task
-from sao.envs.program.environment import ProgramEnvironment
-from sao.envs.program.process import run_command
+from sao.envs.program.environment import ROW_BYTES, ProgramEnvironment
+from sao.envs.program.process import END_S, run_command
 from sao.errors import ConfigError, EngineFailure, EnvironmentFailure, RewardFailure
 from sao.gateway.episode import run_program
 from sao.gateway.server import Gateway
@@ -139,10 +140,19 @@ def test_one_that_never_asks_or_whose_reward_is_no_number_has_failed_and_is_not_
         play(program("ask()", reward="no_number"))
 
 
-def test_a_program_over_time_is_killed_and_its_episode_truncated() -> None:
+def test_a_program_over_time_is_killed_whatever_it_ignores_and_however_much_it_says() -> None:
+    script = """
+import signal
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+ask()
+while True:
+    print("x" * 100_000, flush=True)
+    print("y" * 100_000, file=sys.stderr, flush=True)
+"""
     began = time.monotonic()
-    trajectory = play(program("ask(); import time; time.sleep(60)"), time_limit_s=1.5)
-    assert str(trajectory.finish) == "truncated: time" and trajectory.reward == 0.0 and time.monotonic() - began < 8
+    trajectory = play(program(script), time_limit_s=5.0)
+    assert str(trajectory.finish) == "truncated: time" and trajectory.reward == 0.0 and time.monotonic() - began < 14
 
 
 def test_a_limit_that_ends_a_program_is_the_policys_doing_not_a_failure() -> None:
@@ -164,6 +174,16 @@ def test_an_engine_that_fails_ends_the_program_at_once_and_the_failure_is_the_en
     assert time.monotonic() - began < 8
 
 
+LEFT: list[Any] = []
+
+
+async def until_it_left() -> None:
+    while not LEFT:  # noqa: ASYNC110 - the loop of an event would be another one
+        await asyncio.sleep(0.01)
+    LEFT.clear()
+    await asyncio.sleep(0.02)
+
+
 async def leaves_early(row: Any, variables: Any) -> Any:
     body = b'{"messages": [{"role": "user", "content": "hello"}]}'
     address = variables["OPENAI_BASE_URL"].removeprefix("http://").removesuffix("/v1")
@@ -175,15 +195,16 @@ async def leaves_early(row: Any, variables: Any) -> Any:
     await writer.drain()
     await asyncio.sleep(0.05)
     writer.close()
+    LEFT.append(row)
 
 
 def test_what_a_program_left_to_be_sampled_still_counts_and_still_fails() -> None:
     async def slow(request: Any) -> Any:
-        await asyncio.sleep(0.2)
+        await until_it_left()
         return await forty_two(request)
 
     async def late(request: Any) -> Any:
-        await asyncio.sleep(0.2)
+        await until_it_left()
         raise EngineFailure("engine e0 is gone")
 
     trajectory = play(program(function=f"{__name__}:leaves_early"), slow)
@@ -236,7 +257,9 @@ def test_a_cancelled_program_ends_with_its_daemons_and_so_does_one_whose_worker_
         while len(list(tmp_path.glob("pid*"))) < 2:  # noqa: ASYNC110 - another process says so, by a file
             await asyncio.sleep(0.01)
         running.cancel()
+        began = time.monotonic()
         await asyncio.wait([running])
+        assert time.monotonic() - began < END_S, "the keeper was not told, and killed in its turn"
 
     asyncio.run(cancelled())
     pids = [int(path.name[3:]) for path in tmp_path.glob("pid*")]
@@ -271,6 +294,23 @@ def test_only_so_many_programs_run_at_once_and_waiting_for_a_place_is_not_their_
     asyncio.run(both())
 
 
+def test_a_directory_that_takes_too_long_to_remove_holds_no_place(monkeypatch: Any) -> None:
+    async def both() -> None:
+        one, other = (program("pass", at_once=1) for _ in range(2))
+        await one.prepare()
+        directory, removed = one._directory, threading.Event()
+        with monkeypatch.context() as slow:
+            slow.setattr("shutil.rmtree", lambda path, ignore: removed.wait(20))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(one.close(), 0.05)
+        await asyncio.wait_for(other.prepare(), 5)
+        removed.set()
+        await other.close()
+        os.rmdir(directory)
+
+    asyncio.run(both())
+
+
 async def asks_twice(row: Any, variables: Any) -> Any:
     import urllib.request
 
@@ -294,6 +334,17 @@ def test_a_function_of_this_process_is_an_agent_too() -> None:
     assert trajectory.reward == 1.0 and len(trajectory.segments) == 2
     with pytest.raises(EnvironmentFailure, match="ValueError: no such thing"):
         play(program(function=f"{__name__}:raises"))
+
+
+def test_a_row_that_no_variable_holds_is_named_and_a_function_takes_it() -> None:
+    args = {"reward": {"function": f"{__name__}:is_42"}}
+    row = {"question": "?", "text": "x" * 140_000}
+    with pytest.raises(EnvironmentFailure, match=r"the row has 1400\d\d bytes .*SAO_TASK"):
+        play(ProgramEnvironment(Task("t", "program", row), command=[sys.executable, "-c", "pass"], **args))
+    row["text"] = "x" * (ROW_BYTES - len(json.dumps({"question": "?", "text": ""})))
+    assert str(play(ProgramEnvironment(Task("t", "program", row), command=[sys.executable, "-c", "pass"], **args)).finish).startswith("failed: no_")
+    row["text"] = "x" * 140_000
+    assert play(ProgramEnvironment(Task("t", "program", row), function=f"{__name__}:asks_twice", **args)).reward == 1.0
 
 
 def test_settings_that_make_no_sense_are_named() -> None:

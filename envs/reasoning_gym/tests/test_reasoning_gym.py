@@ -206,7 +206,7 @@ def test_every_module_that_evaluates_is_known() -> None:
 
 
 def test_a_scorer_that_hangs_fails_the_episode_and_is_not_a_reward() -> None:
-    environment = build(dataset="rubiks_cube", timeout_s=1.5)
+    environment = build(dataset="rubiks_cube", timeout_s=0.5)
     with pytest.raises(RewardFailure) as caught:
         episode("R2000000", environment)
     assert caught.value.reason == "reward_timeout"

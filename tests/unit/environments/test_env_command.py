@@ -19,6 +19,7 @@ from sao.config_load import compose, conf_dir
 from sao.environment import StepResult
 from sao.environments.files import _written, own_overrides
 from sao.environments.play import play, spell_call
+from sao.environments.skeleton import init
 from sao.errors import UserError
 from sao.tasks.source import build_source
 
@@ -88,6 +89,17 @@ def test_an_episode_is_played_from_a_pipe(typed):
         "reward     1, the end  {'calls': 1, 'errors': 0}",
         "episode    terminal, reward 1, 4 turns",
     ]
+
+
+def test_a_line_that_cannot_be_read_is_told_and_the_play_goes_on(typed):
+    code, out, _ = typed("try", "env=guess", stdin="/guess it='x\n1\n2\n3\n")
+    assert code == 0 and "with quotes around spaces" in out and "\nepisode    terminal, reward 0, 3 turns" in out
+
+
+def test_a_line_longer_than_a_turn_is_cut_off_as_the_engine_would(typed, monkeypatch):
+    monkeypatch.setattr("sao.environments.play.PLENTY", 2000)
+    code, out, err = typed("try", "env=guess", stdin="9" * 1500 + "\n1\n1\n")
+    assert code == 0 and not err and "\nepisode    " in out
 
 
 def test_answers_that_end_early_end_the_play(typed):
@@ -166,7 +178,7 @@ def test_init_writes_an_environment_whose_test_passes_and_whose_configuration_is
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "my_game"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     config = compose(["env=my_game", "train.steps=7"])
-    assert (config.env.name, config.env.target, config.env.args) == ("my_game", "my_game.environment:MyGame", {"bound": 50})
+    assert (config.env.name, config.env.target, config.env.args) == ("my_game", "my_game.environment:MyGameEnvironment", {"bound": 50})
     assert config.model.warmstart and config.model.factory_args["environment"] == config.env.target
     assert (config.train.steps, config.run.name, config.eval.temperatures) == (7, "my_game", [1.0])
     code, out, _ = typed("try", "env=my_game", stdin="perhaps\nyes\n")
@@ -179,6 +191,7 @@ def test_init_writes_an_environment_whose_test_passes_and_whose_configuration_is
         ("my-game", "cannot be imported"),
         ("class", "cannot be imported"),
         ("_x", "cannot be imported"),
+        ("spiel_ü", "cannot be imported"),
         ("json", "would hide, or be hidden by, the module json"),
         ("sao", "would hide, or be hidden by, the module sao"),
         ("calculator", "is one that ships"),
@@ -191,6 +204,18 @@ def test_names_that_cannot_be_are_refused_and_nothing_is_written(typed, tmp_path
     (tmp_path / "module.py").touch()
     code, _, err = typed("init", name)
     assert code == 2 and said in err and sorted(path.name for path in tmp_path.iterdir()) == ["module.py", "there"]
+
+
+@pytest.mark.parametrize("name", ["task", "step_result"])
+def test_a_name_that_the_skeleton_imports_is_a_name_like_any_other(typed, name):
+    assert typed("init", name)[0] == 0
+    code, out, _ = typed("try", f"env={name}", stdin="yes\n")
+    assert code == 0 and "episode    terminal" in out
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
+    with pytest.raises(UserError, match=r"my_game cannot be written \(No such file or directory"):
+        init("my_game", tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(

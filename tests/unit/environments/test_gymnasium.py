@@ -146,6 +146,34 @@ def test_a_step_that_never_returns_is_abandoned_counted_and_closed_when_it_does(
     asyncio.run(episode())
 
 
+def test_a_close_that_is_given_up_before_it_starts_still_runs():
+    async def main() -> None:
+        threads, hold, closed = Threads(1), threading.Event(), threading.Event()
+        first = asyncio.create_task(Lane(threads).run(lambda: hold.wait(30)))
+        await asyncio.sleep(0.05)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await Lane(threads).close(closed.set)
+        assert not closed.is_set()
+        hold.set()
+        await first
+        assert await Lane(threads).run(lambda: closed.wait(5)) and threads.abandoned == 0
+
+    asyncio.run(main())
+
+
+def test_a_close_that_never_returns_is_counted():
+    async def main() -> None:
+        threads, hold = Threads(1), threading.Event()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await Lane(threads).close(lambda: hold.wait(30) and None)
+        assert threads.abandoned == 1
+        hold.set()
+
+    asyncio.run(main())
+
+
 def test_a_call_that_is_given_up_before_it_starts_never_runs():
     async def scenario() -> None:
         threads, hold, ran = Threads(1), threading.Event(), []

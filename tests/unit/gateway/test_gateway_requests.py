@@ -194,6 +194,24 @@ def test_what_cannot_be_served_is_refused_in_the_form_of_the_api():
     assert status == negative == 400
 
 
+def test_a_body_that_cannot_be_unpacked_or_walked_costs_the_session_nothing():
+    def nested(depth):
+        function = b'{"name": "f", "parameters": {"a": ' + b"[" * depth + b"]" * depth + b"}}"
+        return b'{"messages": [{"role": "user", "content": "b"}], "tools": [{"type": "function", "function": ' + function + b"}]}"
+
+    answers = post([says("a")] * 40, [*(nested(depth) for depth in range(960, 1000)), {"messages": HELLO}])
+    assert {status for status, _ in answers[:-1]} <= {200, 400} and answers[-1][0] == 200
+
+    async def run():
+        async with served([says("a")]) as (session, variables), aiohttp.ClientSession() as client:
+            headers = {"Authorization": f"Bearer {variables['OPENAI_API_KEY']}", "Content-Encoding": "gzip"}
+            async with client.post(variables["OPENAI_BASE_URL"] + "/chat/completions", data=b"not gzip", headers=headers) as response:
+                assert response.status == 400 and "Content-Encoding" in (await response.json())["error"]["message"]
+            assert session.failure is None
+
+    asyncio.run(run())
+
+
 def test_ten_megabytes_are_refused_as_too_large():
     ((status, body),) = post([], [{"messages": [{"role": "user", "content": "x" * 10_000_000}]}])
     assert status == 413 and "gateway.max_body_mb" in body["error"]["message"]
@@ -301,3 +319,25 @@ def test_requests_at_once_share_the_episodes_tokens_and_none_exceeds_them():
     session, outcomes = asyncio.run(run())
     assert session.tree.total == limit and [type(outcome) for outcome in outcomes[2:]] == [Refusal] * 2
     rows(session)
+
+
+def test_one_that_finds_too_few_tokens_waits_for_what_the_others_leave_over():
+    limit = len(RENDERER.open(HELLO, ())) + 12
+
+    async def run():
+        session = Session(terms(max_tokens=limit, max_turn_tokens=10), RENDERER, ScriptedGenerate([0.01, says("b"), says("a" * 50)]))
+        return session, await asyncio.gather(*(session.chat(ChatRequest(HELLO)) for _ in range(2)))
+
+    session, answers = asyncio.run(run())
+    assert [answer.output_tokens for answer in answers] == [len(says("b")), 10] and session.tree.total == limit
+
+
+def test_a_context_that_the_engine_bounds_is_learnt_from_what_it_sampled_not_from_what_a_stop_string_left():
+    short = says("stop here and more", closed=False)
+
+    async def play(client, session):
+        await client.chat.completions.create(model="m", messages=HELLO, stop="stop")
+        assert session.context_limit == len(RENDERER.open(HELLO, ())) + len(short)
+        await client.chat.completions.create(model="m", messages=HELLO)
+
+    with_openai([(short, "length"), says("a")], play)

@@ -16,6 +16,7 @@ from sao.environment import StepResult, Task
 from sao.errors import ConfigError, EngineFailure
 from sao.inference.pool import LocalHandle
 from sao.inference.scripted import ScriptedEngine
+from sao.ledger import Ledger
 from sao.rollout.episodes import EpisodeFailure, EpisodeRequest
 from sao.rollout.worker import EpisodeWorker
 from sao.tasks.target import is_program, load_environment
@@ -50,12 +51,12 @@ def model_path(tmp_path_factory):
     return str(path)
 
 
-def run(model_path, *requests, engine=None):
+def run(model_path, *requests, engine=None, environment="Chatter"):
     async def play():
         engines = [LocalHandle(engine or ScriptedEngine("e0", version=5, vocabulary=400), "e0")]
         rollout, engine_config = RolloutConfig(max_turn_tokens=32, max_tokens=512, time_limit_s=20.0), EngineConfig(start_timeout_s=0.1)
         config = replace(Config(), model=ModelConfig(path=model_path), rollout=rollout, engine=engine_config)
-        worker = EpisodeWorker(config, [EnvConfig(name="chat", target=f"{__name__}:Chatter")], model_path, engines)
+        worker = EpisodeWorker(config, [EnvConfig(name="chat", target=f"{__name__}:{environment}")], model_path, engines)
         outcomes = await asyncio.gather(*(worker.run(request) for request in requests))
         await worker.close()
         return outcomes
@@ -92,6 +93,37 @@ def test_an_engine_that_breaks_in_the_second_turn_costs_what_the_first_sampled(m
 
     ((failure, trajectory),) = run(model_path, request(0), engine=ScriptedEngine("e0", version=5, vocabulary=400, fault=fault, stop_one_in=10**9))
     assert failure.reason == "engine" and failure.tokens == trajectory.sampled_tokens > 0
+
+
+class Stopper(Chatter):
+    """One turn with a stop string; worth 1, or broken afterwards."""
+
+    async def run(self, variables):
+        async with openai.AsyncOpenAI(base_url=variables["OPENAI_BASE_URL"], api_key=variables["OPENAI_API_KEY"], max_retries=0) as client:
+            for _ in range(2):
+                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hello"}], stop=list("aeiostn"))
+        if self.task.payload["say"] == "break":
+            raise ValueError("broken")
+
+
+@pytest.mark.parametrize("say", ["hello", "break"])
+def test_tokens_after_a_stop_string_are_dropped_by_that_name_and_the_ledger_closes(model_path, say):
+    tokens = []
+    engine = ScriptedEngine("e0", version=5, vocabulary=400, fault=lambda generate, sampled: tokens.append(sampled))
+    asked = EpisodeRequest(EpisodeId(0), Task("t0", "chat", {"say": say}), 5)
+    ((outcome, trajectory),) = run(model_path, asked, engine=engine, environment="Stopper")
+    sampled, kept = len(tokens), trajectory.sampled_tokens
+    assert 0 < kept < sampled
+    ledger = Ledger()
+    ledger.submit(EpisodeId(0), "t0", "chat", "default", 5)
+    if say == "break":
+        ledger.drop(EpisodeId(0), outcome.reason, outcome.tokens)
+        assert ledger.dropped_tokens == {"environment": sampled}
+    else:
+        ledger.finish(outcome.meta)
+        assert ledger.dropped_tokens == {"after_stop": sampled - kept}
+    audit = ledger.audit()
+    assert audit["closes"] and audit["tokens"]["sampled"] == sampled and not audit["prompts"]["dropped"].get("after_stop")
 
 
 def test_a_class_that_runs_is_held_to_the_protocol_of_a_program():

@@ -89,3 +89,25 @@ def test_a_slow_reset_is_a_warning_and_closed(capsys, monkeypatch):
 def test_a_time_out_of_its_own_is_an_error_of_the_environment():
     with pytest.raises(ConfigError, match=r"env=mine cannot open task t0 \(TimeoutError: the database did not answer\)"):
         check(["a"], name="Late")
+
+
+class Program:
+    def __init__(self, task): ...
+
+    async def prepare(self): ...
+
+    async def run(self, variables): ...
+
+    async def score(self, messages, output): ...
+
+    async def close(self): ...
+
+
+@pytest.mark.parametrize(("key", "value"), [("compaction", "summary"), ("observation_tokens", 64), ("observation_keep", "both")])
+def test_limits_that_an_agent_program_never_meets_are_refused_where_there_is_nothing_else(key, value):
+    config = Config()
+    setattr(config.rollout, key, value)
+    programs, plain = EnvConfig("mine", f"{__name__}:Program"), EnvConfig("plain", f"{__name__}:Plain")
+    with pytest.raises(ConfigError, match=rf"rollout\.{key} does nothing"):
+        check_openings(config, [programs], [], Words())
+    check_openings(config, [programs, plain], [Task("t", "plain", {"text": "a"}, seed=7)], Words())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ from sao.tasks.mixture import Mixture
 from sao.tasks.pool import Pool
 from sao.tasks.procedural import ProceduralSource
 from sao.tasks.row_source import RowSource
-from sao.tasks.samplers import Frontier, Learnable, SumTree
+from sao.tasks.samplers import Checked, Frontier, Learnable, SumTree
 from sao.tasks.source import TaskSource, build_source
 from tests.fakes import TimedWorkers, make_trajectory
 from tests.unit.tasks.test_task_source import SINGLE_TURN, Base, Rows, Sums
@@ -239,6 +241,8 @@ def test_a_column_that_is_not_there_names_the_row() -> None:
         build(source=rows(3, level=[1, None, 2]), curriculum_column="level")
     with pytest.raises(DataError, match="neither numbers nor texts"):
         build(source=rows(2, level=[[1], [2]]), curriculum_column="level")
+    with pytest.raises(DataError, match="neither numbers nor texts"):
+        build(source=rows(2, level=[1.0, math.nan]), curriculum_column="level")
 
 
 def test_a_mixture_tells_each_environment_its_own_rewards() -> None:
@@ -348,6 +352,62 @@ def test_a_strategy_of_the_users_own() -> None:
     assert Counter(source.next().payload["level"] for _ in range(100)).most_common(1)[0][0] == 3
     with pytest.raises(ConfigError, match=r"Astray\.draw returned 4, not a bucket from 0 to 3"):
         play(build(f"{HERE}:Astray", curriculum_floor=0.01), [0.0] * 50)
+
+
+class Faulty(LastFirst):
+    """Does what its argument says: with a method an error, with `says` what shares gives."""
+
+    def __init__(self, buckets: int, recent: int, *, method: str = "", says: Any = None) -> None:
+        super().__init__(buckets, recent)
+        self.method, self.says = method, says
+        self._fail("constructor")
+
+    def _fail(self, method: str) -> None:
+        if self.method == method:
+            raise ZeroDivisionError("division by zero")
+
+    def update(self, bucket: int, mean: float, count: int) -> None:
+        self._fail("update")
+
+    def draw(self, rng: random.Random) -> int:
+        self._fail("draw")
+        return super().draw(rng)
+
+    def shares(self) -> Any:
+        self._fail("shares")
+        return super().shares() if self.says is None else self.says
+
+
+@pytest.mark.parametrize("method", ["constructor", "draw", "shares"])
+def test_an_error_of_the_users_strategy_is_named_before_anything_starts(method: str) -> None:
+    with pytest.raises(ConfigError, match=r"Faulty.*ZeroDivisionError: division by zero"):
+        build(f"{HERE}:Faulty", curriculum_args={"method": method})
+
+
+def test_an_error_of_the_users_strategy_in_the_run_is_named() -> None:
+    source = build(f"{HERE}:Faulty", curriculum_args={"method": "update"})
+    with pytest.raises(ConfigError, match=r"data\.curriculum: Faulty\.update raised ZeroDivisionError: division by zero"):
+        credit(source, (source.next(), 1.0))
+
+
+@pytest.mark.parametrize(
+    "says", [[], [1.0], [0.25] * 5, [math.nan] * 4, [-1.0, 1.0, 1.0, 0.0], [1.0] * 4, [0.0] * 4, 3, ["a"] * 4, [math.inf, 0, 0, 0]], ids=str
+)
+def test_shares_that_are_none_are_refused(says: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Faulty\.shares returned .*, not 4 probabilities that sum to 1"):
+        build(f"{HERE}:Faulty", curriculum_args={"says": says})
+
+
+def test_numbers_of_numpy_are_buckets_and_shares() -> None:
+    class Numpy(LastFirst):
+        def draw(self, rng: random.Random) -> Any:
+            return np.int64(2)
+
+        def shares(self) -> Any:
+            return np.full(4, 0.25, np.float32)
+
+    sampler = Checked(Numpy(4, 1), 4)
+    assert sampler.draw(random.Random(0)) == 2 and sampler.shares() == [0.25] * 4
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,20 @@ def test_an_environment_without_demonstrations_is_a_clear_error(tmp_path: Path) 
         warmstart(silent)
 
 
+def test_a_model_for_an_environment_without_demonstrations_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.factory_args\.environment=.*Silent has no classmethod `demonstration`"):
+        tiny.make(str(tmp_path), 0, environment=f"{__name__}:Silent")
+
+
+def test_demonstrations_do_not_need_a_generator() -> None:
+    class FromRows(Silent):
+        @classmethod
+        def demonstration(cls, rng: random.Random, clean: bool) -> list[dict[str, str]]:
+            return [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
+
+    assert list(tiny.texts(FromRows, {}, 1)) == ["user\nhello", "assistant\nyes"]
+
+
 def test_a_missing_factory_is_a_clear_error(tmp_path: Path) -> None:
     missing = config(tmp_path)
     missing.model = ModelConfig(factory="sao.learner.tiny:nothing")
