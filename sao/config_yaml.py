@@ -23,7 +23,7 @@ def from_yaml(path: Path) -> Config:
     Raises ConfigError when it is no YAML, has a key or value the schema does not know, or lacks a key: a file that was cut off between two lines
     is fine YAML, and the defaults it would be filled up with are not those of the run.
     """
-    import yaml  # type: ignore[import-untyped]
+    import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -22,7 +22,7 @@ def own_overrides(name: str, groups: Collection[str]) -> list[str] | None:
     if not name.isidentifier() or not path.is_file():
         return None
     from omegaconf import OmegaConf
-    from yaml import YAMLError  # type: ignore[import-untyped]
+    from yaml import YAMLError
 
     try:
         tree: Any = OmegaConf.to_container(OmegaConf.load(path))

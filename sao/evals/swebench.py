@@ -156,7 +156,8 @@ class VerdictFile:
             raise UserError(f"{self.folder} is being written by another evaluation; wait for it, or name another folder by out=") from None
         for row in read_jsonl(self.path):
             key = row["instance_id"], row.pop("patch")
-            self.found[key] = Verdict(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
+            fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+            self.found[key] = Verdict(**fields)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -158,7 +158,7 @@ def _read_all(run: RunData, readers: dict[str, Callable[[], None]]) -> None:
 
 
 def _config(run: RunData) -> None:
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     run.config_text = (run.run_dir / "config.yaml").read_text(encoding="utf-8")
     try:
