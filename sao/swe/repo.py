@@ -221,7 +221,7 @@ def eval_script(task: SweTask) -> str:
         task.test_patch.decode().removesuffix("\n"),
         "EOF_114329324912",
         f": '{START}'",
-        f"python -m pytest -rA -q --tb=short --color=no -p no:cacheprovider -o addopts= --continue-on-collection-errors --rootdir=. {files}",
+        f"python -m pytest -rA -q --tb=native --color=no -p no:cacheprovider -o addopts= --continue-on-collection-errors --rootdir=. {files}",
         f": '{END}'",
     ]
     return "\n".join(lines) + "\n"

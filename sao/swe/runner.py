@@ -53,7 +53,7 @@ def main() -> None:
         file.write("def test_canary():\n    assert False, 'this test fails'\n")
     sys.path[:0] = job["paths"]
     recorder = Recorder()
-    options = ["-rA", "-q", "--tb=short", "--color=no", "-p", "no:cacheprovider", "-o", "addopts=", "--continue-on-collection-errors", "--rootdir=."]
+    options = ["-rA", "-q", "--tb=native", "--color=no", "-p", "no:cacheprovider", "-o", "addopts=", "--continue-on-collection-errors", "--rootdir=."]
     code = int(pytest.main([*options, *job["tests"], job["canary"]], plugins=[recorder]))
     body = json.dumps({"status": recorder.status, "failures": recorder.failures, "code": code}).encode()
     sys.stdout.flush()

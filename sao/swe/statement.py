@@ -11,7 +11,7 @@ MOST_DOCSTRING = 600
 
 
 def statement(package: str, function: str, docstring: str, failing: Sequence[str], failures: Mapping[str, str]) -> str:
-    """function: dotted, as its callers know it. failing: test ids, sorted. failures: the text of each failure, as pytest writes it with --tb=short."""
+    """function: dotted, as its callers know it. failing: test ids, sorted. failures: the text of each failure, as pytest writes it with --tb=native."""
     shown = "\n".join(f"- `{test}`" for test in failing[:MOST_TESTS])
     more = f"\n- and {len(failing) - MOST_TESTS} more" if len(failing) > MOST_TESTS else ""
     count = "one test of the project's own suite fails" if len(failing) == 1 else f"{len(failing)} tests of the project's own suite fail"
