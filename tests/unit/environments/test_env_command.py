@@ -154,6 +154,7 @@ def test_a_broken_contract_is_refused_as_in_training(typed, how, said):
         (["env=calculater"], "did you mean 'calculator'?"),
         (["env=calculator", "env.args.tol=1"], "takes other arguments"),
         (["env=single_turn"], "needs tasks: set data.path"),
+        (["env=program", "env.args.command=true"], "is an agent program, which asks the policy itself"),
         (["env=tools", "env.args.cls=nowhere:X"], "there is no module 'nowhere'"),
     ],
 )
