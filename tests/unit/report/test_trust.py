@@ -31,6 +31,7 @@ from tests.fakes import make_trajectory
         ([None] * 9, False, "every reward of the last 5 steps was the same"),
         ([-0.2, -0.1, 0.0], False, "no better than a constant"),
         ([0.05, 0.05, 0.09], False, "explains 5% of the returns' variance, where 10% are wanted"),
+        ([-0.001, -0.001, -0.001], False, "explains 0% of the returns' variance, no better than a constant"),
         ([0.6, 0.6], False, "in too few steps to count on"),
         ([0.2, 0.3, 0.4], True, "explains 30% of the returns' variance (median of 3 steps)"),
         ([0.9, 0.9, 0.9, *[-0.1] * 5], False, "no better than a constant"),
