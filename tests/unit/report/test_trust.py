@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -115,6 +116,21 @@ def observed(folder: Path, explained: list[float | None], first: int = 0, *, res
             observer.step(StepRow(step, report, [Finished(trajectory.meta(), None)], max(0, step - 2), 0.0, 1.0, 0.0, 1.0))
         observer.close()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_an_environment_that_holds_the_event_loop_is_named_once(tmp_path, capsys):
+    config = Config()
+    config.run.progress, config.logger.wandb = "plain", "disabled"
+    with RunFolder(tmp_path / "run") as opened:
+        observer = RunObserver(opened, config, 0.0)
+        observer.attach(Loop())  # type: ignore[arg-type]
+        for step, name in enumerate(["maze", "maze", "shop"]):
+            held = replace(make_trajectory(step), metrics={"blocked_s": 3.0, f"blocked_s/{name}": 3.0})
+            observer.step(StepRow(step, StepReport(step, step, {}), [Finished(held.meta(), None)], step, 0.0, 1.0, 0.0, 1.0))
+        observer.close()
+    out = capsys.readouterr().out
+    assert out.count("step 0: environment maze held its worker's event loop, 3.0 s per trajectory") == 1
+    assert "step 2: environment shop held" in out and out.count("held its worker's") == 2
 
 
 def test_the_observer_counts_it_and_warns_once(tmp_path, capsys):
