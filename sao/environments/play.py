@@ -164,6 +164,7 @@ class _Player:
 class _Characters:
     """A renderer over characters, which prints what it is given to render."""
 
+    name, why = "characters", ""
     stop_ids: tuple[int, ...] = (STOP,)
 
     def open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -174,6 +175,9 @@ class _Characters:
 
     def delta(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         return self._said(messages)
+
+    def generation(self) -> list[int]:
+        return []
 
     def parse(self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Action:
         return parse_items([part for part in _TAGS.split(self.text(turn_ids)) if part], tools)
