@@ -25,6 +25,7 @@ from sao.runtime.run_folder import RunFolder
 from sao.trajectory import Trajectory, TrajectoryMeta
 
 IDLE_WINDOW_S = 10.0
+BLOCKED = "rollout/blocked_s/"  # and an environment's name
 REWARD_S = "env/reward_s"  # what an environment that asks a reward function says of the seconds it took
 
 
@@ -57,6 +58,7 @@ class RunObserver:
         earlier = surviving(read_metrics(folder.path), "train")
         self._explained: dict[int, float | None] = {int(r["step"]): r.get(EXPLAINED) for r in earlier}
         self._warned = self._praised = False
+        self._blocking: set[str] = set()
 
     def attach(self, loop: TrainingLoop) -> None:
         self.loop = loop
@@ -87,6 +89,7 @@ class RunObserver:
         critic = self._judge_critic(row)
         if critic is not None:
             values["critic/trusted"] = float(critic.trusted)
+        self._name_blocking(row.step, values)
         self.dropped.flush()
         self.metrics.log("train", row.step, values)
         self.progress.update(
@@ -119,6 +122,16 @@ class RunObserver:
             self.log.info("step %d: %s", row.step, verdict.text)
             self.progress.log(f"step {row.step}: {verdict.text}")
         return verdict
+
+    def _name_blocking(self, step: int, values: Mapping[str, float]) -> None:
+        """Say, once for each, which environment keeps the event loop from the other episodes of its worker."""
+        for key, seconds in values.items():
+            name = key.removeprefix(BLOCKED)
+            if name != key and name not in self._blocking:
+                self._blocking.add(name)
+                self.event(
+                    f"step {step}: environment {name} held its worker's event loop, {seconds:.1f} s per trajectory; logs/worker-*.log has the method and the line"
+                )
 
     def publication(self, version: int, reports: Sequence[PublishReport], seconds: float) -> None:
         self._publications += 1

@@ -50,11 +50,7 @@ def warmstart(config: Config, *, progress: Progress | None = None) -> Path:
     Raises UserError when the environment has no `demonstration`, or a target cannot be imported.
     """
     say = progress or _print
-    environment = load_environment(config.env.target)
-    if not hasattr(environment, "demonstration"):
-        raise UserError(
-            f"env.target={config.env.target} has no classmethod `demonstration`, which a warm start imitates; add one or set model.warmstart=false"
-        )
+    environment = _demonstrated(config)
     target = _target(config, environment)
     cache = target.parent
     if (target / "warmstart.json").exists():
@@ -79,12 +75,18 @@ def warmstart(config: Config, *, progress: Progress | None = None) -> Path:
 
 
 def cached(config: Config) -> Path | None:
-    """The directory `warmstart` would return at once, or None when it would have to train. Loads no torch."""
+    """The directory `warmstart` would return at once, or None when it would have to train. Loads no torch. Raises UserError as `warmstart` does."""
+    target = _target(config, _demonstrated(config))
+    return target if (target / "warmstart.json").exists() else None
+
+
+def _demonstrated(config: Config) -> Any:
     environment = load_environment(config.env.target)
     if not hasattr(environment, "demonstration"):
-        return None
-    target = _target(config, environment)
-    return target if (target / "warmstart.json").exists() else None
+        raise UserError(
+            f"env.target={config.env.target} has no classmethod `demonstration`, which a warm start imitates; add one or set model.warmstart=false"
+        )
+    return environment
 
 
 def _target(config: Config, environment: Any) -> Path:

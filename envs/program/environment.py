@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import tempfile
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sao.environment import Message, StepResult, Task
-from sao.envs.program.process import run_command
+from sao.envs.program.process import run_command, search_path
 from sao.errors import ConfigError, EnvironmentFailure
 from sao.rewards.preflight import reward_config
 from sao.rewards.runner import close_shared, shared_runner
@@ -25,6 +26,7 @@ from sao.tasks.row_source import MESSAGES_KEY
 from sao.tasks.target import load_environment, load_target
 
 TASKS = "env.args.tasks"
+PYTHON = re.compile(r"python[\d.]*")
 SCORED = ("message", "output")
 ROW_BYTES = 128 * 1024 - len("SAO_TASK=") - 1  # Linux: one variable has at most 32 pages, its end included (execve(2), MAX_ARG_STRLEN)
 
@@ -55,8 +57,7 @@ class ProgramEnvironment:
         tasks: str = "",
         tasks_args: Mapping[str, Any] | None = None,
     ) -> None:
-        words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
-        self.command = [str(Path(word).absolute()) if os.path.isfile(word) else word for word in words]
+        self.command = _words(command)
         if bool(self.command) == bool(function):
             raise ConfigError("env=program runs env.args.command or env.args.function: set one of them")
         if scored not in SCORED:
@@ -115,6 +116,15 @@ class ProgramEnvironment:
                 self._place.release()
 
     @classmethod
+    def check_args(cls, *, command: str | Sequence[str] = (), variables: Mapping[str, str] | None = None, **others: Any) -> None:
+        """Refuse a program that is not there, and a script that its Python would not find."""
+        program, *rest = _words(command) or [""]
+        if program and shutil.which(program, path=(variables or {}).get("PATH", search_path())) is None:
+            raise ConfigError(f"env.args.command: {program} is no program on PATH and no file that can be executed; mend the command")
+        if rest and PYTHON.fullmatch(Path(program).name) and not rest[0].startswith("-") and not os.path.exists(rest[0]):
+            raise ConfigError(f"env.args.command: there is no file {rest[0]} in {os.getcwd()}; mend the command")
+
+    @classmethod
     async def shutdown(cls) -> None:
         """End the reward processes of this worker; called once, after its last episode."""
         await asyncio.to_thread(close_shared)
@@ -133,6 +143,12 @@ class ProgramEnvironment:
     @classmethod
     def demonstration(cls, rng: random.Random, clean: bool, *, tasks: str = "", tasks_args: Mapping[str, Any] | None = None, **own: Any) -> Any:
         return _lender(tasks, "demonstration")(rng, clean, **(tasks_args or {}))
+
+
+def _words(command: str | Sequence[str]) -> list[str]:
+    """The command's words, those that name files made absolute: the program starts in a directory of its own."""
+    words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+    return [str(Path(word).absolute()) if os.path.isfile(word) else word for word in words]
 
 
 def _lender(tasks: str, method: str) -> Any:

@@ -19,13 +19,19 @@ END_S = 5.0  # for the keeper to end what is left
 PASSED = ("PYTHONPATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SAO_RUN_MARK")
 
 
+def search_path() -> str:
+    """PATH of a program: `python` is the one that runs here."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
 async def run_command(command: Sequence[str], directory: Path, variables: Mapping[str, str]) -> str:
     """Run a program in `directory` and return its standard output. Raises EnvironmentFailure with the end of its standard error when it exits non-zero.
 
     Cancelling ends the program and whatever it has started.
     """
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])  # `python` is this one
-    environment = {name: os.environ[name] for name in PASSED if name in os.environ} | {"PATH": path, "HOME": str(directory)} | dict(variables)
+    environment = (
+        {name: os.environ[name] for name in PASSED if name in os.environ} | {"PATH": search_path(), "HOME": str(directory)} | dict(variables)
+    )
     keeper = await asyncio.create_subprocess_exec(
         sys.executable,
         "-I",

@@ -17,6 +17,7 @@ from sao.environments.skeleton import init
 from sao.errors import ConfigError
 from sao.rewards.preflight import check_rewards
 from sao.tasks.source import build_source, check_arguments, load_environment
+from sao.tasks.target import is_program
 
 NO_MODEL = "model.path=none"  # a configuration needs a model, playing by hand does not
 
@@ -37,6 +38,8 @@ def try_command(overrides: Sequence[str], *, random: bool = False, index: int = 
     """Play one episode; the exit code is 0 also when the answers end before it does. Failures of the environment are raised, typed."""
     config = _config(overrides)
     kind = load_environment(config.env.target)
+    if is_program(kind):
+        raise ConfigError(f"env={config.env.name} is an agent program, which asks the policy itself; check it with `sao train ... run.dry_run=true`")
     check_arguments(config.env, config.reward)
     check_rewards([config.env], config.reward)
     source = build_source(config, [config.env])

@@ -129,7 +129,12 @@ def _cards(run: RunData) -> str:
     seconds = run.seconds()
     first = next((r["perf/first_update_s"] for r in run.axis("publish") if "perf/first_update_s" in r), None)
     cards.append(
-        _card("Wall time", clock_text(seconds) if seconds is not None else "–", f"first update after {first:.0f} s" if first else "", "third")
+        _card(
+            "Wall time",
+            clock_text(seconds) if seconds is not None else "–",
+            f"first update {first:.0f} s after the command" if first else "",
+            "third",
+        )
     )
     bound = run.setting("rollout.staleness")
     stalest = int(run.episodes["staleness"].max()) if run.episodes else max((int(r.get("off_policy/staleness_max", 0)) for r in train), default=None)

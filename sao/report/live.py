@@ -158,7 +158,7 @@ def step_line(track: Track) -> str:
     if s.canary_gap is not None:
         parts.append(f"canary {s.canary_gap:.1e}")
     if s.critic is not None and not s.critic.trusted:
-        explained = "" if s.critic.explained is None else f" (explains {s.critic.explained:.0%})"
+        explained = "" if s.critic.explained is None else f" (explains {s.critic.explained:z.0%})"
         parts.append(f"critic not trusted yet{explained}")
     if s.dropped:
         parts.append(f"dropped {dropped_text(s.dropped)}")

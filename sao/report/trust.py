@@ -39,11 +39,11 @@ def judge(window: Sequence[float | None], threshold: float) -> Verdict:
         )
     middle = median(known)
     if middle > threshold and len(known) >= ENOUGH:
-        return Verdict(True, middle, f"the critic explains {middle:.0%} of the returns' variance (median of {len(known)} steps)")
+        return Verdict(True, middle, f"the critic explains {middle:z.0%} of the returns' variance (median of {len(known)} steps)")
     said = (
         "no better than a constant" if middle <= 0 else f"where {threshold:.0%} are wanted" if middle <= threshold else "in too few steps to count on"
     )
-    return Verdict(False, middle, f"the critic is not to be trusted yet: it explains {middle:.0%} of the returns' variance, {said}; {MEND}")
+    return Verdict(False, middle, f"the critic is not to be trusted yet: it explains {middle:z.0%} of the returns' variance, {said}; {MEND}")
 
 
 def verdicts(records: Sequence[Mapping[str, Any]], threshold: float) -> list[tuple[float, Verdict]]:

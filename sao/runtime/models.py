@@ -44,19 +44,23 @@ class ModelFacts:
 
 
 def prepare(config: Config) -> str:
-    """The directory of the starting policy. Makes or warm-starts it in a process of its own, so that the driver never loads torch."""
-    if config.model.path:
-        path = _existing(config.model.path)
-        if not config.model.warmstart:
-            return path
+    """The directory of the starting policy. Makes or warm-starts it in a process of its own, so that the driver never loads torch.
+
+    A dry run trains nothing: where a warm start would have to be trained, it gets the model from which that would begin, of the same shape and tokenizer.
+    """
+    given = _existing(config.model.path) if config.model.path else ""
     if config.model.warmstart:
         from sao.warmstart import cached
 
         found = cached(config)
-        if found is None:
+        if found is not None:
+            print(f"warm start: cached in {found}", flush=True)
+            return str(found)
+        if not config.run.dry_run:
             return _in_child(_warmstart, config)
-        print(f"warm start: cached in {found}", flush=True)
-        return str(found)
+        print(f"warm start: none cached; the run itself begins with its {config.warmstart.steps} steps", flush=True)
+    if given:
+        return given
     kept = _kept(config)
     if kept is not None:
         print(f"model: cached in {kept}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -131,6 +132,21 @@ def test_an_exit_code_is_a_failure_with_the_end_of_standard_error_and_what_was_s
     assert failed.value.sampled_tokens == 3 and failed.value.trajectory.finish.kind == "failed" and len(str(failed.value)) < 3000
     with pytest.raises(EnvironmentFailure, match="cannot be started"):
         play(ProgramEnvironment(Task("t", "program", {}), command="no-such-program --x", reward={"function": f"{__name__}:is_42"}))
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("no-such-program --x", "no-such-program is no program on PATH"),
+        (["python", "nowhere.py"], "there is no file nowhere.py in"),
+        ("python -m nowhere", ""),
+        ([sys.executable, __file__], ""),
+        ("", ""),
+    ],
+)
+def test_a_command_that_cannot_start_is_refused_at_the_door(command, said):
+    with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
+        ProgramEnvironment.check_args(command=command, at_once=2)
 
 
 def test_one_that_never_asks_or_whose_reward_is_no_number_has_failed_and_is_not_worth_0() -> None:

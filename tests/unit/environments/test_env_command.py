@@ -154,6 +154,7 @@ def test_a_broken_contract_is_refused_as_in_training(typed, how, said):
         (["env=calculater"], "did you mean 'calculator'?"),
         (["env=calculator", "env.args.tol=1"], "takes other arguments"),
         (["env=single_turn"], "needs tasks: set data.path"),
+        (["env=program", "env.args.command=true", "reward=sao.rewards.builtin:last_number"], "is an agent program, which asks the policy itself"),
         (["env=tools", "env.args.cls=nowhere:X"], "there is no module 'nowhere'"),
     ],
 )
@@ -214,8 +215,8 @@ def test_a_name_that_the_skeleton_imports_is_a_name_like_any_other(typed, name):
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
-    with pytest.raises(UserError, match=r"my_game cannot be written \(No such file or directory"):
-        init("my_game", tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"new_game cannot be written \(No such file or directory"):
+        init("new_game", tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(

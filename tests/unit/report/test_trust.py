@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ from tests.fakes import make_trajectory
         ([None] * 9, False, "every reward of the last 5 steps was the same"),
         ([-0.2, -0.1, 0.0], False, "no better than a constant"),
         ([0.05, 0.05, 0.09], False, "explains 5% of the returns' variance, where 10% are wanted"),
+        ([-0.001, -0.001, -0.001], False, "explains 0% of the returns' variance, no better than a constant"),
         ([0.6, 0.6], False, "in too few steps to count on"),
         ([0.2, 0.3, 0.4], True, "explains 30% of the returns' variance (median of 3 steps)"),
         ([0.9, 0.9, 0.9, *[-0.1] * 5], False, "no better than a constant"),
@@ -114,6 +116,21 @@ def observed(folder: Path, explained: list[float | None], first: int = 0, *, res
             observer.step(StepRow(step, report, [Finished(trajectory.meta(), None)], max(0, step - 2), 0.0, 1.0, 0.0, 1.0))
         observer.close()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_an_environment_that_holds_the_event_loop_is_named_once(tmp_path, capsys):
+    config = Config()
+    config.run.progress, config.logger.wandb = "plain", "disabled"
+    with RunFolder(tmp_path / "run") as opened:
+        observer = RunObserver(opened, config, 0.0)
+        observer.attach(Loop())  # type: ignore[arg-type]
+        for step, name in enumerate(["maze", "maze", "shop"]):
+            held = replace(make_trajectory(step), metrics={"blocked_s": 3.0, f"blocked_s/{name}": 3.0})
+            observer.step(StepRow(step, StepReport(step, step, {}), [Finished(held.meta(), None)], step, 0.0, 1.0, 0.0, 1.0))
+        observer.close()
+    out = capsys.readouterr().out
+    assert out.count("step 0: environment maze held its worker's event loop, 3.0 s per trajectory") == 1
+    assert "step 2: environment shop held" in out and out.count("held its worker's") == 2
 
 
 def test_the_observer_counts_it_and_warns_once(tmp_path, capsys):

@@ -13,7 +13,7 @@ from sao.envs.calculator.environment import SCHEMA, CalculatorEnvironment
 from sao.errors import ConfigError, UserError
 from sao.learner import tiny
 from sao.learner.muon import Muon, orthogonalise
-from sao.runtime.models import make_base
+from sao.runtime.models import make_base, prepare
 from sao.warmstart import warmstart
 
 TARGET = "sao.envs.calculator.environment:CalculatorEnvironment"
@@ -120,6 +120,16 @@ def test_the_result_is_trained_cached_and_made_again_when_settings_change(tmp_pa
     assert warmstart(config(tmp_path, seed=1), progress=say) != first
     assert warmstart(config(tmp_path, steps=5), progress=say) != first
     assert not [p for p in (tmp_path / "cache").iterdir() if p.name.startswith(".")]
+
+
+def test_a_dry_run_trains_no_warm_start(directory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned = config(tmp_path)
+    planned.model.path, planned.model.warmstart, planned.run.dry_run = directory, True, True
+    assert prepare(planned) == directory and not (tmp_path / "cache").exists()
+    assert "the run itself begins with its 4 steps" in capsys.readouterr().out
+    planned.env.target = f"{__name__}:Silent"
+    with pytest.raises(UserError, match="has no classmethod `demonstration`"):
+        prepare(planned)
 
 
 def test_the_same_settings_give_the_same_weights(tmp_path: Path) -> None:
