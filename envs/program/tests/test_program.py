@@ -144,7 +144,7 @@ def test_an_exit_code_is_a_failure_with_the_end_of_standard_error_and_what_was_s
         ("", ""),
     ],
 )
-def test_a_command_that_cannot_start_is_refused_at_the_door(command, said):
+def test_a_command_that_cannot_start_is_refused_at_the_door(command: str | list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
         ProgramEnvironment.check_args(command=command, at_once=2)
 
