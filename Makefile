@@ -29,9 +29,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt overrides.txt
 demo: install
 	$(BIN)/sao train experiment=demo
 
-# Two at a time: a run waits for its actors to start for half of its seconds. The tests of a file share its runs, so they stay together.
+# Two at a time: a run waits for its actors to start for half of its seconds. The tests of a file share its runs, so they stay together. Unit tests go
+# first and in processes of their own: some import numba, beside which vLLM's engines of the other tests do not start.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 20
+	$(BIN)/python -m pytest tests/unit envs -n 2 --dist loadfile --durations 10
+	$(BIN)/python -m pytest tests/integration tests/system -n 2 --dist loadfile --durations 20
 	$(MAKE) conventions
 
 # Packages that do not live beside vLLM are tested by processes of their own interpreters.

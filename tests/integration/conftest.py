@@ -21,13 +21,12 @@ class Served:
     """A real engine, the Hugging Face model whose weights it holds, and short ways to talk to it."""
 
     def __init__(self, directory, *, tied=True, kv_on_publish="keep", vocabulary=256, name="e0", **options):
-        from sao.inference.vllm_engine import VllmEngine
-        from tests.integration.tiny import tiny_llama
+        from tests.integration.tiny import start_engine, tiny_llama
 
         self.tied, self.vocabulary = tied, vocabulary
         self.model = tiny_llama(0, tied, vocabulary, directory)
         config = EngineConfig(kv_cache_mb=64, start_timeout_s=600.0, max_num_seqs=64)
-        self.engine = VllmEngine(str(directory), config, WeightsConfig(kv_on_publish=kv_on_publish), name=name, **options)
+        self.engine = start_engine(str(directory), config, WeightsConfig(kv_on_publish=kv_on_publish), name=name, **options)
         self._ids = itertools.count()
         self._draw = np.random.default_rng(7)
 

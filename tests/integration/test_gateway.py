@@ -123,11 +123,11 @@ def learn_by_heart(directory):
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    from sao.inference.vllm_engine import VllmEngine
+    from tests.integration.tiny import start_engine
 
     directory = tmp_path_factory.mktemp("heart")
     model, renderer = learn_by_heart(directory)
-    engine = VllmEngine(str(directory), EngineConfig(kv_cache_mb=64, start_timeout_s=600.0), WeightsConfig(), name="gateway")
+    engine = start_engine(str(directory), EngineConfig(kv_cache_mb=64, start_timeout_s=600.0), WeightsConfig(), name="gateway")
     yield model, renderer, engine
     asyncio.run(engine.close())
 

@@ -45,12 +45,12 @@ def test_greedy_text_is_sensible_and_the_engine_agrees_with_hugging_face(directo
     from transformers import AutoModelForCausalLM
 
     from sao.inference.pool import complete
-    from sao.inference.vllm_engine import VllmEngine
+    from tests.integration.tiny import start_engine
 
     tokenizer = load_tokenizer(directory)
     renderer = load_renderer("chatml", tokenizer)
     prompt = np.array(renderer.open([{"role": "user", "content": "What is the capital of France?"}], ()), np.int32)
-    engine = VllmEngine(directory, EngineConfig(kv_cache_mb=64, max_model_len=128, start_timeout_s=600.0), WeightsConfig(), name="smollm2")
+    engine = start_engine(directory, EngineConfig(kv_cache_mb=64, max_model_len=128, start_timeout_s=600.0), WeightsConfig(), name="smollm2")
 
     async def ask(temperature: float):
         spec = SamplingSpec(temperature=temperature, stop=renderer.stop_ids, max_tokens=32)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,3 +55,17 @@ def reference(model: LlamaForCausalLM, prompt: np.ndarray, sampled: np.ndarray, 
     ids = np.concatenate([prompt, sampled])
     scores = log_softmax(model, ids, temperature)[:-1].gather(1, torch.as_tensor(ids[1:], dtype=torch.long)[:, None])[:, 0]
     return scores.numpy()[len(prompt) - 1 :]
+
+
+def start_engine(*arguments: Any, **options: Any) -> Any:
+    """A VllmEngine. A run starts each in a process of its own; here other tests have imported what vLLM 0.32 trips over.
+
+    Its kernel dispatcher looks at every object of every module for an attribute `kernel`, which llvmlite's lazy functions do not survive.
+    """
+    from sao.inference.vllm_engine import VllmEngine
+
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "llvmlite"}
+    try:
+        return VllmEngine(*arguments, **options)
+    finally:
+        sys.modules.update(hidden)
