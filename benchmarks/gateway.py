@@ -2,13 +2,16 @@
 
 The engine is a stub that answers after a set time, so that what is left of a call's time is the gateway's: reading the request, finding where it belongs,
 rendering, the answer, and waiting for one another. 16 clients of another process keep one call each in flight. A call's added time is what its client saw
-(connection, parsing and all) minus what the stub was to take, 100 to 300 ms; a stub that wakes late because the gateway is busy counts as the gateway.
+(connection, parsing and all) minus what the stub was to take, 100 to 300 ms, and minus what the same clients see at the median of a bare HTTP server that
+answers after such times and does nothing else; a stub that wakes late because the gateway is busy counts as the gateway. Both servers run on the event loop
+that a worker has under Ray.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import random
@@ -22,6 +25,8 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import uvloop
+from aiohttp import web
 
 IDS = ["gateway_overhead_ms_median", "gateway_overhead_ms_p99", "gateway_rss_mb_1000_sessions"]
 CLIENTS, SESSIONS_EACH, TURNS = 16, 25, 4
@@ -143,23 +148,20 @@ async def serve(seconds: float, sessions: int, turns: int, count: int) -> dict[s
     renderer = load_renderer("chatml", tokenizer())
     stub = Stub(renderer, seconds)
     gateway = Gateway(GatewayConfig(), renderer, stub)
+    gc.freeze()  # as a worker does
     before = rss_mb()
     limits = Limits(max_turns=64, max_turn_tokens=256, max_tokens=100_000, time_limit_s=3600.0)
     opened = [
         await gateway.open(Terms(f"train-{i}.0", Task(f"t{i}", "program", {}), limits, SamplingSpec(stop=renderer.stop_ids))) for i in range(sessions)
     ]
-    plan = {"url": gateway.variables("")["OPENAI_BASE_URL"], "keys": [secret for _, secret in opened], "turns": turns, "clients": count}
-    client = await asyncio.create_subprocess_exec(sys.executable, __file__, "--client", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
-    printed, _ = await client.communicate(json.dumps(plan).encode())
-    if client.returncode:
-        raise SystemExit("the client process failed")
+    took = await measured(gateway.variables("")["OPENAI_BASE_URL"], [secret for _, secret in opened], turns, count)
     held = rss_mb()
     rows = [row for session, _ in opened for row in session.tree.segments(session.terms.sampling)]
     seen = Counter(round(-float(logprob) * 2**24) for row in rows for logprob in row.logprobs[row.action_mask])
     prompts = [len(turn.tokens()) for session, _ in opened for turn in session.tree.turns]
     await gateway.close()
     return {
-        "took": json.loads(printed),
+        "took": took,
         "rss_mb": held,
         "growth_mb": held - before,
         "rows": len(rows),
@@ -173,6 +175,40 @@ async def serve(seconds: float, sessions: int, turns: int, count: int) -> dict[s
     }
 
 
+async def measured(url: str, keys: list[str], turns: int, count: int) -> list[float]:
+    """What the clients, in a process of their own, saw."""
+    plan = {"url": url, "keys": keys, "turns": turns, "clients": count}
+    client = await asyncio.create_subprocess_exec(sys.executable, __file__, "--client", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
+    printed, _ = await client.communicate(json.dumps(plan).encode())
+    if client.returncode:
+        raise SystemExit("the client process failed")
+    return json.loads(printed)  # type: ignore[no-any-return]
+
+
+async def bare(seconds: float, sessions: int, turns: int, count: int) -> dict[str, Any]:
+    """The same clients at a server that reads a request, waits as long as the stub does, and says something of the same form."""
+    draw = random.Random(0)
+    call = {"id": "call_0", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls -la && cat README.md"}'}}
+    said = itertools.cycle([{"content": None, "tool_calls": [call]}, {"content": text(5, 20)}, {"content": text(6, 8), "tool_calls": [call]}])
+
+    async def chat(request: web.Request) -> web.Response:
+        await request.json()
+        wait = seconds * draw.uniform(0.5, 1.5)
+        await asyncio.sleep(wait)
+        usage = {"prompt_tokens_details": {"cached_tokens": round(wait * 1e6)}}
+        return web.json_response({"choices": [{"message": {"role": "assistant", **next(said)}}], "usage": usage})
+
+    application = web.Application()
+    application.router.add_post("/v1/chat/completions", chat)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    port = runner.addresses[0][1]
+    took = await measured(f"http://127.0.0.1:{port}/v1", ["none"] * sessions, turns, count)
+    await runner.cleanup()
+    return {"took": took}
+
+
 def rss_mb() -> float:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
     return int(line.split()[1]) / 1024
@@ -182,39 +218,48 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--serve", nargs=4, type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--bare", nargs=4, type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.client:
-        print(json.dumps(asyncio.run(clients(json.load(sys.stdin)))))
+        print(json.dumps(uvloop.run(clients(json.load(sys.stdin)))))
         return
-    if args.serve:
-        seconds, sessions, turns, count = args.serve
-        print(json.dumps(asyncio.run(serve(seconds, int(sessions), int(turns), int(count)))))
+    if args.serve or args.bare:
+        seconds, sessions, turns, count = args.serve or args.bare
+        print(json.dumps(uvloop.run((serve if args.serve else bare)(seconds, int(sessions), int(turns), int(count)))))
         return
 
-    def measure(*numbers: float) -> dict[str, Any]:
+    def measure(*numbers: float, server: str = "--serve") -> dict[str, Any]:
         """In a process of its own, which imports what an episode worker does."""
-        command = [sys.executable, __file__, "--serve", *map(str, numbers)]
+        command = [sys.executable, __file__, server, *map(str, numbers)]
         return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)  # type: ignore[no-any-return]
 
     calls = measure(ENGINE_S, CLIENTS * SESSIONS_EACH, TURNS, CLIENTS)
+    floor = measure(ENGINE_S, CLIENTS * SESSIONS_EACH, TURNS, CLIENTS, server="--bare")
     open_ = measure(0.0, OPEN_SESSIONS, OPEN_TURNS, CLIENTS)
-    report(calls, open_)
+    report(calls, floor["took"], open_)
 
 
-def report(calls: dict[str, Any], open_: dict[str, Any]) -> None:
+def quantiles(values: Any) -> dict[str, float]:
+    return {f"p{q}": float(np.percentile(values, q)) for q in (5, 50, 90, 95, 99)} | {"max": float(values.max())}
+
+
+def report(calls: dict[str, Any], floor: list[float], open_: dict[str, Any]) -> None:
     from common import write_result
 
     for run in (calls, open_):
         if run["tokens_in_several"] or run["tokens_in_none"]:
             raise SystemExit(f"not every sampled token is in exactly one row: {run}")
-    added = np.asarray(calls.pop("took")) * 1000
+    seen, without = np.asarray(calls.pop("took")) * 1000, np.asarray(floor) * 1000
+    added = seen - np.median(without)
     open_.pop("took")
     detail = {
         "clients": CLIENTS,
         "calls": len(added),
         "engine_ms": ENGINE_S * 1000,
-        "added_ms": {f"p{q}": float(np.percentile(added, q)) for q in (5, 50, 90, 95, 99)} | {"max": float(added.max())},
-        "measured": "in the client: its whole call less the engine's nominal time",
+        "added_ms": quantiles(added),
+        "whole_ms": quantiles(seen),
+        "bare_server_ms": quantiles(without),
+        "measured": "in the client: its whole call less the engine's nominal time (whole_ms), less the median of the same at a bare server (bare_server_ms)",
         **calls,
     }
     quarters = np.array_split(added, 4)

@@ -6,6 +6,7 @@ Heavy imports happen inside the constructors, so that the driver can name these 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -126,6 +127,7 @@ class WorkerActor:
         record = Recorder(path_of(Path(run_dir) / "logs", name))
         Watch(record).start()
         self.worker = EpisodeWorker(config, env_configs, model_path, [], record)
+        gc.freeze()  # what is imported by now stays: a full collection that walks it holds every episode for some 10 ms
         for engine, (actor, lent) in engines.items():
             self.worker.pool.admit(self.handle(engine, actor), lent=lent)
 
