@@ -264,7 +264,7 @@ def report(calls: dict[str, Any], floor: list[float], open_: dict[str, Any]) -> 
     }
     quarters = np.array_split(added, 4)
     for name, claim, quantile, bar in (
-        (IDS[0], "what the gateway adds to a call with a stub engine and 16 concurrent clients, ms, median", 50, 3.0),
+        (IDS[0], "what the gateway adds to a call over a bare HTTP server, stub engine and 16 concurrent clients, ms, median", 50, 3.0),
         (IDS[1], "the same, 99th percentile", 99, 10.0),
     ):
         values = [float(np.percentile(part, quantile)) for part in quarters]
