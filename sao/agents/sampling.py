@@ -107,14 +107,15 @@ class Sampler:
             waited = time.monotonic() - began
             turn.queue_s += generation.queue_s if generation else 0.0
             turn.generate_s += (generation.generate_s if generation else 0.0) or waited - (generation.queue_s if generation else 0.0)
-        _check_generation(generation, remaining)
+        check_generation(generation, remaining)
         turn.prompt_tokens += generation.prompt_tokens or len(request.token_ids)
         turn.cached_tokens += generation.cached_tokens
         log.sampled(generation)
         return generation
 
 
-def _check_generation(generation: Generation, remaining: int) -> None:
+def check_generation(generation: Generation, remaining: int) -> None:
+    """What no engine may answer to a request for at most `remaining` tokens. Raises EngineFailure."""
     count = len(generation.token_ids)
     if len(generation.logprobs) != count or len(generation.versions) != count:
         lengths = f"{len(generation.logprobs)} log-probs and {len(generation.versions)} versions"

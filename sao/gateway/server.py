@@ -24,7 +24,7 @@ from typing import Any
 from aiohttp import web
 
 from sao.agents.renderer import Renderer
-from sao.agents.turns import Generate
+from sao.agents.sampling import Generate
 from sao.config import GatewayConfig
 from sao.errors import ConfigError
 from sao.gateway import anthropic_form, openai_form

@@ -22,9 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sao.agents.conversation import characters
+from sao.agents.guarded import short
 from sao.agents.limits import Limits
 from sao.agents.renderer import Fork, Renderer
-from sao.agents.turns import CHARACTERS_PER_TOKEN, Generate
+from sao.agents.sampling import Generate, check_generation
+from sao.agents.turns import CHARACTERS_PER_TOKEN
 from sao.environment import Action, Message, Task, ToolCall
 from sao.errors import EngineFailure, GatewayFailure, SystemFailure
 from sao.gateway.messages import Answer, ChatRequest, Refusal, chain, family_key, leaves_out_reasoning, next_key
@@ -308,9 +310,8 @@ class Session:
                 raise self._over() from None
             raise EngineFailure(f"generate raised TimeoutError: {problem}") from problem
         except Exception as problem:
-            raise EngineFailure(f"generate raised {type(problem).__name__}: {str(problem)[:300]}") from problem
-        if len(generation.token_ids) > budget:
-            raise EngineFailure(f"engine {generation.engine} returned {len(generation.token_ids)} tokens where {budget} were left of the budget")
+            raise EngineFailure(f"generate raised {type(problem).__name__}: {short(problem)}") from problem
+        check_generation(generation, budget)
         if not len(generation.token_ids):
             if generation.finish == "time":
                 self.cut = "time"
@@ -391,7 +392,7 @@ class Session:
 
     def broke(self, problem: Exception) -> None:
         """An exception that nobody foresaw while a request was served."""
-        self.fail(GatewayFailure(f"the gateway broke on a request of {self.terms.name}: {type(problem).__name__}: {str(problem)[:300]}"))
+        self.fail(GatewayFailure(f"the gateway broke on a request of {self.terms.name}: {type(problem).__name__}: {short(problem)}"))
 
     def _check_open(self) -> None:
         if self.failure is not None:
